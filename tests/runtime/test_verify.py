@@ -268,3 +268,15 @@ def test_training_agrees_with_what_was_traced() -> None:
     m(x).log_softmax(-1).square().mean().backward()
     for a, p in zip(first, m.parameters()):
         torch.testing.assert_close(a, p.grad, rtol=1e-3, atol=1e-4)
+
+
+def test_halves_that_decide_places_are_compared_unrounded_too() -> None:
+    """A binary search among numbers that a kernel has before they are rounded."""
+
+    def f(x: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
+        b = b * 1.5 + 0.25
+        return torch.bucketize(x * 3 - 1, b), (x * 3 - 1).relu() * 2 + b.sum()
+
+    x, b = torch.randn(5, 7).bfloat16(), torch.tensor([-1.0, 0.0, 0.5]).bfloat16()
+    made = torch.compile(f, backend="deuteron", options={"verify": True})(x, b)
+    assert torch.equal(made[0], f(x, b)[0]) and made[1].shape == (5, 7)

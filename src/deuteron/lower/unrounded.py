@@ -244,21 +244,23 @@ def fully_unrounded(program: Program) -> dict[str, Compute]:
     written = {c.target for c in computes} | {c.name for c in computes if c.target is not None}
     wide = {c.name for c in computes if c.body.dtype in HALF} - written
 
-    def rule(n: Expr, args: tuple[Expr, ...]) -> Expr | None:
-        if n.op != "load" or n.attr[0] not in wide or n.dtype not in HALF:
-            return None
-        (name, index, fill), mask = E.rebuild(n, args, {}, {}).attr, args[0] if args else None
-        return E.cast(E.load(name, index, "f32", mask, 0 if fill is None else fill), n.dtype)
+    done: dict[Expr, Expr] = {}
+
+    def widened(root: Expr) -> Expr:
+        for n in root.walk():  # what is loaded decides places, too
+            new = E.rebuild(n, tuple(done[a] for a in n.args), {}, done)
+            if n.op == "load" and n.attr[0] in wide and n.dtype in HALF:
+                (name, index, fill), mask = new.attr, new.args[0] if new.args else None
+                new = E.cast(E.load(name, index, "f32", mask, 0 if fill is None else fill), n.dtype)
+            done[n] = new
+        return done[root]
 
     out = {}
     for c in computes:
-        body = E.rewrite(c.body, rule)
+        body, layout = widened(c.body), c.layout
         if c.name in wide:
-            layout = replace(c.layout, dtype="f32")
-            c = replace(c, body=plain(E.unrounded(body)), layout=layout)
-        else:
-            c = replace(c, body=plain(body))
-        out[c.name] = c
+            body, layout = E.unrounded(body), replace(layout, dtype="f32")
+        out[c.name] = replace(c, body=plain(body), layout=layout)
     return out
 
 

@@ -89,10 +89,9 @@ def without_copies(
 ) -> tuple[Program, dict[str, Compute]]:
     """Computations with these layouts, of which those that a library's copy lies like are that
     copy."""
-    free, name = free_tensors(program, computes), dict[str, str]()
-    moving = free | written_again(program)
+    free, name, written = free_tensors(program, computes), dict[str, str](), written_again(program)
     for c in computes.values():
-        e, plain = c.body, c.target is None and c.index is None and c.name not in moving
+        e, plain = c.body, c.index is None and c.name not in free | written
         if plain and e.op == "load" and not e.args and e.attr[1] == c.store_index:
             if e.attr[0] in free and layouts[e.attr[0]] == layouts[c.name]:
                 name.setdefault(e.attr[0], c.name)
