@@ -83,6 +83,8 @@ def test_a_copy_for_a_library_is_the_tensor_itself() -> None:
     )
     assert "clone" in written and "sub" not in written, "x itself is read from there, too"
     assert "clone" in read
+    (maker,) = [k for k in plan.kernels if "clone" in dict(k.writes)]
+    assert {"aten.sub.Tensor", "aten.clone.default"} <= {o.op for o in maker.origins}
 
 
 def test_memory_that_others_see_stays() -> None:

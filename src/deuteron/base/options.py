@@ -185,10 +185,8 @@ def option_of(text: str) -> tuple[str, Any]:
     """``name=value`` of a command line, as the option and its value; raises `OptionError`."""
     name, equals, value = text.partition("=")
     if not equals or name not in {f.name for f in fields(Options)}:
-        raise OptionError(
-            f"no option {text!r}",
-            hint="as in --option guard=measure; " + _nearest(name, Options.describe()),
-        )
+        hint = "as in --option guard=measure; " + _nearest(name, Options.describe())
+        raise OptionError(f"no option {text!r}", hint=hint)
     return name, _parse(name, value, f"--option {name}")
 
 

@@ -101,7 +101,9 @@ def without_copies(
         loads = [n for root in roots(c) for n in root.loads() if n.attr[0] in name]
         table = {n: Expr("load", n.dtype, n.args, (name[n.attr[0]], *n.attr[1:])) for n in loads}
         new = name.get(c.name, c.name)
-        return replace(written_into(c, table, ()), name=new, layout=layouts[new])
+        origins = tuple(dict.fromkeys((*c.origins, *computes[new].origins)))
+        c = replace(written_into(c, table, ()), origins=origins)
+        return replace(c, name=new, layout=layouts[new])
 
     kept = {name.get(n, n): made(c) for n, c in computes.items() if n not in copies}
     defs = tuple(
