@@ -1,7 +1,8 @@
 """The suite `real`: starts a process per slot, some at a time, and gathers rows.
 
-A batch of slots prepares (builds, compiles, checks) at the same time; when all of it is ready, its
-models are timed one after another while the others wait. A process that dies or hangs is a result:
+A batch of slots prepares (builds, compiles, checks) at the same time; when all of it is ready, or
+no more time is left than the models that are ready take to be timed, these are, one after another
+while the others wait. A process that dies or hangs is a result:
 in eager, the candidate is passed over; in Inductor, the slot begins again without it; in Deuteron,
 it is a failure. Rows and what was passed over are lines of JSON in one file, written as they come;
 slots that the file has are not run again.
@@ -31,7 +32,10 @@ from dev.real.worker import MESSAGE_PREFIX, Request
 Row = dict[str, Any]
 # Of a stage (eager's includes starting the process and the candidates passed over), seconds.
 STAGE_S = {"cuda": 240.0, "cpu": 400.0}
-TURN_S = 240.0  # of timing and profiling a model
+TURN_S = 240.0  # of timing and profiling a model, at most
+TIMES_EACH = (
+    2  # what that takes, as a multiple of the seconds of timing: H200, 4.5 s where they are 3
+)
 WORKER_COMMAND = [sys.executable, "-m", "dev.real.worker"]
 MAX_PROCESSES = 6  # processes for one slot
 
@@ -134,12 +138,12 @@ class Run:
             file.write(json.dumps(row) + "\n")
 
     # -- one slot ---------------------------------------------------------------------------------
-    def prepare(self, slot: int, caches: dict[str, str]) -> Process | None:
-        """A process that is ready to time, or nothing: then its row is written."""
+    def prepare(self, slot: int, caches: dict[str, str], until: float) -> Process | None:
+        """A process that is ready to time, or nothing: then its row is written, or it is `late`."""
         request = replace(self.plan.template, slot=slot)
         for _ in range(MAX_PROCESSES):
             process = Process(request, caches, self.plan.log)
-            message = process.message(self.until, self.limit)
+            message = process.message(until, self.limit)
             for p in process.passed:
                 self.passed(slot, p["skip"], p["reason"])
             if message is not None and "ready" in message:
@@ -148,7 +152,7 @@ class Run:
                 process.stop()
                 self.finish(slot, message["row"] or {"slot": slot, "model": "", "failures": []})
                 return None
-            if time.monotonic() >= self.until:
+            if time.monotonic() >= until:
                 process.stop()
                 self.late.append(slot)
                 return None
@@ -188,7 +192,8 @@ class Run:
     # -- all of them ------------------------------------------------------------------------------
     def batch(self, these: list[int], caches: dict[str, str]) -> None:
         with ThreadPoolExecutor(len(these)) as pool:
-            ready = [p for p in pool.map(lambda s: self.prepare(s, caches), these) if p]
+            until = self.until - TIMES_EACH * self.plan.template.seconds * len(these)
+            ready = [p for p in pool.map(lambda s: self.prepare(s, caches, until), these) if p]
         try:
             for process in ready:
                 if time.monotonic() >= self.until:

@@ -7,6 +7,7 @@ from collections.abc import Callable
 import pytest
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from deuteron.base.record import Record
@@ -115,3 +116,21 @@ def test_sizes_that_change_get_no_guard() -> None:
     before = make_fx(gradient, tracing_mode="symbolic")(*inputs())
     own = next(n for n in before.graph.nodes).meta["val"].fake_mode.shape_env
     assert len(sizes) == len({str(g.expr) for g in own.guards})
+
+
+@pytest.mark.parametrize(
+    "dtype, device, count",
+    [
+        (torch.float32, "cuda", 0),
+        (torch.bfloat16, "cuda", 1),
+        (torch.float32, "cpu", 1),
+    ],
+)
+def test_sums_of_scores_in_memory_stay(dtype: torch.dtype, device: str, count: int) -> None:
+    """Exact products of f32 on a GPU are not computed again: their rows are summed where they are,
+    as eager does, which is closer."""
+    with FakeTensorMode():
+        w = torch.empty(B, S, S, dtype=dtype, device=device)
+        v, g = (torch.empty(B, S, D, dtype=dtype, device=device) for _ in range(2))
+        gm = make_fx(gradient, tracing_mode="real")(w, v, g)
+    assert pull_out(gm, Record()) == count

@@ -23,7 +23,7 @@ import torch.nn.functional as F
 
 from deuteron.base.options import Options
 from deuteron.base.passes import Context
-from deuteron.codegen.triton import access_statistics, tiling, unroll_and_jam
+from deuteron.codegen.triton import tiling, unroll_and_jam
 from deuteron.codegen.triton.generate import Config, TritonKernel, generate
 from deuteron.ir.index import Sym, evaluate
 from deuteron.lower import nn
@@ -664,7 +664,7 @@ def sharing(name: str) -> Iterator[None]:
             patch.setattr(cooperative, "ELEMENTS_PER_PROGRAM", ((1, 256 if odd else 64), (4, 32)))
             patch.setattr(cooperative, "MIN_COOPERATIVE_ROW", 128)
             patch.setattr(tiling, "MIN_COOPERATIVE_ROW", 128)
-            patch.setattr(access_statistics, "MIN_STEADY_BLOCK", 64)
+            patch.setattr(cooperative, "MIN_STEADY_BLOCK", 64)
             patch.setattr(tiling, "ROW_LIMIT", 64)
         yield
 

@@ -24,7 +24,7 @@ from deuteron.schedule.closure import closure
 from deuteron.schedule.legality import Refusal
 from deuteron.schedule.masks import Bound, bounds, neutral
 from deuteron.schedule.reference import run_kernel
-from deuteron.schedule.tile import candidates
+from deuteron.schedule.tile import are_dots, candidates
 from tests.schedule.contraction_programs import CHAINS, PROGRAMS, inputs
 from tests.schedule.planning import planned, trained
 
@@ -50,6 +50,28 @@ def test_one_kernel_is_right(
     wanted, eager = f(*wide), f(*args)
     floor = FLOOR if dtype == torch.bfloat16 else 1e-7
     assert relative(plan.results, wanted) <= max(RELATIVE * relative(eager, wanted), floor)
+
+
+def test_a_batch_whose_results_are_rows_is_walked_one_by_one() -> None:
+    """Products of heads, which another has as rows: tiles of several batches would not be dots."""
+    torch.manual_seed(0)
+    weights, values = (
+        torch.rand(1568, 4, 16, 16).bfloat16(),
+        torch.randn(1568, 4, 16, 10).bfloat16(),
+    )
+    w, b = torch.randn(40, 40).bfloat16(), torch.randn(40).bfloat16()
+
+    def f(weights: Tensor, values: Tensor, w: Tensor, b: Tensor) -> Tensor:
+        return F.linear((weights @ values).transpose(1, 2).reshape(1568, 16, 40), w, b)
+
+    with torch.no_grad():
+        plan = planned(f, weights, values, w, b, device="H200", run=False)
+    chained = [k.contraction for k in plan.contractions if len(k.contraction[0].contractions) == 2]
+    assert chained
+    for n, _ in chained:
+        for k in plan.contractions:
+            for tiling, _ in candidates(n, {**dict(k.reads), **dict(k.writes)}, named_gpu("H200")):
+                assert are_dots(n, tiling)
 
 
 @pytest.mark.parametrize("name", sorted(CHAINS))

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from deuteron.capture import partition
+from deuteron.base import products
 from tests.schedule.contraction_programs import CHAINS, PROGRAMS, B, H, S, inputs
 from tests.schedule.planning import Plan, gradients, planned, trained
 
@@ -95,7 +95,7 @@ def test_scores_of_f32_are_kept_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> Non
     """Its f32 units take longer to multiply again than its memory to keep them; tensor cores that
     round to tf32 do not."""
     for rounded in (False, True):
-        monkeypatch.setattr(partition, "tf32", lambda rounded=rounded: rounded)
+        monkeypatch.setattr(products, "tf32", lambda rounded=rounded: rounded)
         args = [a.detach().float() for a in inputs("plain")]
         plan = trained(PROGRAMS["plain"], *args)
         check(plan, PROGRAMS["plain"], args)

@@ -183,3 +183,13 @@ def test_a_process_that_dies_ends_one_model(
     plan.target.write_text("\n".join(kept) + "\n")
     assert run_all(plan) == 0
     assert capsys.readouterr().out.count(" ok") == 1
+
+
+def test_who_is_not_ready_in_time_holds_up_nobody(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(running, "WORKER_COMMAND", [sys.executable, "-c", ACTOR])
+    request = Request("2026-01-02", 6, ("transformers",), 0, "cpu", seconds=0.5)
+    plan = Plan(request, (0, 5), 2, 8.0, tmp_path / "rows", tmp_path / "log")
+    assert run_all(plan) == 1
+    assert [r["slot"] for r in read(plan.target)] == [0]

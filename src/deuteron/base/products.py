@@ -65,6 +65,12 @@ def share_kernels(dtype: str, spec: DeviceSpec) -> bool:
     return cores and dtype in ("bf16", "f16", "f32")
 
 
+def computed_again(dtype: str, kind: str) -> bool:
+    """Whether products of this dtype on this kind of device ("cpu", "cuda") are so cheap that their
+    results may be computed again rather than kept: not exact ones of f32 on a GPU."""
+    return dtype != "f32" or kind == "cpu" or tf32()
+
+
 def tf32() -> bool:
     """Whether the user lets products of f32 on a GPU round their operands; Dynamo guards it."""
     precision = getattr(torch._C, "_get_fp32_precision_getter", None)
@@ -160,7 +166,9 @@ __all__ = [
     "LIBRARY_RATES",
     "MAX_WHOLE",
     "MIN_TENSOR_CORE_SIDE",
+    "computed_again",
     "Product",
+    "computed_again",
     "generated_us",
     "library_us",
     "share_kernels",

@@ -38,7 +38,7 @@ from deuteron.base.device import DeviceSpec, device_spec
 from deuteron.base.errors import DeuteronError
 from deuteron.base.options import Options
 from deuteron.base.passes import Context
-from deuteron.base.products import MAX_WHOLE, share_kernels, tf32
+from deuteron.base.products import MAX_WHOLE, computed_again, share_kernels
 from deuteron.base.record import Record
 from deuteron.capture.cut import INFINITE, Network, NoCut
 from deuteron.capture.hints import Hints
@@ -293,7 +293,7 @@ class Costs:
             return False
         val = n.meta["val"]
         kind, spec = DTYPES.get(val.dtype, ""), self.spec(str(val.device))
-        return share_kernels(kind, spec) and (kind != "f32" or not spec.shared or tf32())
+        return share_kernels(kind, spec) and computed_again(kind, spec.kind)
 
     def expands(self, n: fx.Node) -> bool:
         """Whether a product's result is larger than its operands, and its sum short."""

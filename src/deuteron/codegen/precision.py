@@ -13,8 +13,8 @@ nothing shows it:
     averaged  the same uses only to sums in f32 of which all uses are such (option precision
               "float32"; else every such sum counts as the next one)
     summed    the same uses only to a sum in f32: of quotients, whose error of 2^-23 is to the sum
-              as it is to the terms (the one in a sigmoid, too: `approximate_quotient`); and of
-              exponentials of what is itself rounded, which have an error of that size in any case
+              as it is to the terms; and of exponentials of what is itself rounded, which have an
+              error of that size in any case
 
 What the exact ones cost is more than memory takes (softmax of bf16, 16384 columns, H200: 1.95 times
 the time of a copy).
@@ -22,7 +22,6 @@ the time of a copy).
 
 from __future__ import annotations
 
-import struct
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
@@ -39,14 +38,11 @@ ERROR_CARRYING = ("mul", "div", "neg", "abs", "where", "add", "sub", "sqrt", "re
 
 @dataclass(frozen=True)
 class Inexact:
-    """`approximate`: nodes of `APPROXIMABLE` whose error nothing shows. `approximate_quotient`:
-    sigmoids of which the exponential must be exact, but not the quotient. `exponentials`: to the
-    sigmoid of x, ``exp(-abs(x))``, and to its error function, ``exp(-x * x)``, where that is
-    computed in any case. `fused`: sums of a product and something else, of which the product need
-    not be rounded."""
+    """`approximate`: nodes of `APPROXIMABLE` whose error nothing shows. `exponentials`: to the
+    error function of x, ``exp(-x * x)``, where that is computed in any case. `fused`: sums of a
+    product and something else, of which the product need not be rounded."""
 
     approximate: frozenset[Expr] = frozenset()
-    approximate_quotient: frozenset[Expr] = frozenset()
     exponentials: Mapping[Expr, Expr] = field(default_factory=dict)
     fused: frozenset[Expr] = frozenset()
 
@@ -81,7 +77,6 @@ def inexact(loops: Loops, row_level: RowLevel, averages: bool = False) -> Inexac
     return Inexact(
         frozenset(n for n in candidates if n not in strict)
         | frozenset(filter(_may_err_in_sums, only_sums)),
-        frozenset(n for n in only_sums if n.op == "sigmoid" and not _may_err_in_sums(n)),
         _exponentials([n for n in order if n.dtype == "f32"]),
         _fused(order, strict_but_sums | _compared(loops, order)),
     )
@@ -126,26 +121,14 @@ def is_product(n: Expr) -> bool:
 
 def _exponentials(order: list[Expr]) -> dict[Expr, Expr]:
     exponentials: dict[Expr, Expr] = {}
-    sizes = {n.args[0].args[0].args[0]: n for n in order if _is_chain(n, "exp", "neg", "abs")}
     powers = {s[0]: (n, s[1]) for n in order if n.op == "exp" and (s := _square(n.args[0]))}
     for n in order:
-        if n.op == "sigmoid" and n.args[0] in sizes:
-            exponentials[n] = sizes[n.args[0]]
         if n.op == "erf":
             factors, scale = _product(n.args[0])  # none of a number
             power, least = powers.get(factors[0], (n, 0.0)) if len(factors) == 1 else (n, 0.0)
             if abs(least + scale * scale) < 2.0**-22 * scale * scale:
                 exponentials[n] = power
     return exponentials
-
-
-def _is_chain(n: Expr, *ops: str) -> bool:
-    """Whether it is the first operation of the second of …"""
-    for op in ops:
-        if n.op != op:
-            return False
-        n = n.args[0]
-    return True
 
 
 def _square(n: Expr) -> tuple[Expr, float] | None:
@@ -283,36 +266,6 @@ def at_least_one(n: Expr) -> bool:
     return any(ones) and all(map(not_negative, n.args))
 
 
-def is_bf16_constant(n: Expr) -> bool:
-    """Whether it is a constant, and a bf16 that is no subnormal one."""
-    if n.op != "literal" or not 2.0**-126 <= abs(n.attr) < 2.0**127:
-        return False
-    return struct.pack(">f", n.attr)[2:] == b"\0\0"
-
-
-def is_masked_bf16(n: Expr) -> bool:
-    """Whether it is a bf16 number times 0 or 1: there is nothing to round."""
-    kinds = [a.args[0].dtype for a in n.args if a.op == "cast"] if n.op == "mul" else []
-    return sorted(kinds) == ["bf16", "bool"]
-
-
-def packed_bf16(loops: Loops) -> frozenset[Expr]:
-    """Sums, differences and products of two bf16 numbers that are rounded to bf16, and their f32
-    operands: there are instructions for two of them at once. A factor may be a constant."""
-
-    def widened(e: Expr) -> bool:
-        return e.op == "cast" and e.dtype == "f32" and e.args[0].dtype == "bf16"
-
-    packed_bf16: set[Expr] = set()
-    for n in (n for root in loops.roots() for n in root.walk()):
-        if n.op == "cast" and n.dtype == "bf16":
-            (e,) = n.args
-            rest = [a for a in e.args if e.op != "mul" or not is_bf16_constant(a)]
-            if e.op in ("add", "sub", "mul") and rest and all(map(widened, rest)):
-                packed_bf16.update((e, *rest))
-    return frozenset(packed_bf16)
-
-
 __all__ = [
     "Inexact",
     "at_least_one",
@@ -320,9 +273,7 @@ __all__ = [
     "inexact",
     "log1p_of_unit",
     "not_negative",
-    "is_masked_bf16",
     "erf_of_one_plus",
-    "packed_bf16",
     "scaled_factor",
     "softmax_sums",
 ]

@@ -45,7 +45,8 @@ class _Structure:
         nests = tuple(self.nest(n) for n in kernel.nests)
         if kernel.contraction is not None:
             nests += (self.contraction(*kernel.contraction),)
-        over = frozenset(self.tensors[n] for n in kernel.overwrites)
+        names = (kernel.overwrites, kernel.overwritten)
+        over = tuple(frozenset(self.tensors[n] for n in x) for x in names)
         self.key: Hashable = (
             *(kernel.device, kernel.barriers, over, reads, writes, layouts, nests),
             *self.nodes,

@@ -7,7 +7,7 @@ inside, their nests, and what each moves, computes and is predicted to take.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from deuteron.base.device import DeviceSpec
 from deuteron.ir.expr import Expr
@@ -126,8 +126,9 @@ def kernel(
     name: str,
     device: str,
     barriers: tuple[int, ...] = (),
+    owner: Mapping[str, str] | None = None,
 ) -> Kernel:
-    """One launch: a nest per group."""
+    """One launch: a nest per group. `owner`: of tensors that live in another's memory."""
     nests: list[Nest] = []
     costs: list[Cost] = []
     reads: dict[str, None] = {}
@@ -140,6 +141,9 @@ def kernel(
         writes.update(w)
         nests.append(nest)
         costs.append(cost(g, layouts, keep, spec, whole=True))  # what was split is split
+    owner = owner or {}
+    overwrites = [m.name for g in groups for m in g.members if m.compute.target is not None]
+    lost = {owner.get(n, n) for n in overwrites}
     return Kernel(
         name=name,
         nests=tuple(nests),
@@ -151,9 +155,8 @@ def kernel(
         flops=sum(c.flops for c in costs),
         predicted_us=kernel_us(costs, spec),
         barriers=barriers,
-        overwrites=frozenset(
-            m.name for g in groups for m in g.members if m.compute.target is not None
-        ),
+        overwrites=frozenset(overwrites),
+        overwritten=frozenset(n for n in reads if owner.get(n, n) in lost),
     )
 
 
@@ -203,6 +206,7 @@ def build(
 ) -> Schedule:
     """The schedule; `steps` are in execution order."""
     read, outside, namer = readers(steps), needed_outside(program), Namer()
+    owner = memory_of(program)
     out: list[Step] = []
     for step in steps:
         if isinstance(step, Extern):
@@ -214,10 +218,9 @@ def build(
         made = {m.name for g in step.groups for m in g.members if m.kind != "column"}
         stored = {n for n in made if n in outside or read.get(n)}
         spec, name = specs[step.device], namer.name(step.groups)
-        out.append(
-            kernel(step.groups, stored, layouts, spec, name, step.device, tuple(step.barriers))
-        )
-    return Schedule(tuple(out), memory_of(program), layouts)
+        where = (step.device, tuple(step.barriers), owner)
+        out.append(kernel(step.groups, stored, layouts, spec, name, *where))
+    return Schedule(tuple(out), owner, layouts)
 
 
 __all__ = ["accesses", "build", "kernel", "needed_outside"]

@@ -130,12 +130,9 @@ def _tilings(nest: Nest, groups: Sequence[Group]) -> Iterator[Tiling]:
 
 def feasible(nest: Nest, tiling: Tiling, spec: DeviceSpec) -> bool:
     """Whether tiles fit into the second cache (results, and factors that are turned), and products
-    are dots: of tiles with two dimensions, one of which is summed."""
-    for c in nest.contractions.values():
-        dims = ({tiling.dim_of(a) for a in x} for x in (c.m, c.n, c.over, c.batch))
-        *spans, batch = (sum(d.block > 1 for d in x) for x in dims)
-        if max(spans) > 1 or batch:
-            return False
+    are dots."""
+    if not tile.are_dots(nest, tiling):
+        return False
     sides = [set(nest.axes_of(x)) for c in nest.contractions.values() for x in (c.a, c.b)]
     held = [set(nest.lives(s)) for s in nest.reductions.values()] + sides
     size = sum(4 * tile.tile_of(tiling, axes) for axes in held)

@@ -10,8 +10,12 @@ Both who plans kernels and who writes them ask here, so that they agree on what 
 
 from __future__ import annotations
 
+import math
+from collections.abc import Collection, Iterable, Sequence
+
 from deuteron.base.cluster import MAX_CLUSTER
 from deuteron.base.device import DeviceSpec
+from deuteron.ir.index import Axis, product
 
 # Elements of a row per program, by how many values of each are held: (at most so many, elements).
 # H200, bf16, time over a copy's. Softmax of rows of 131072: 1.59, with 4096 elements each 2.46.
@@ -44,6 +48,9 @@ ALIGNMENT_CLASSES = 8
 # What a split's partial results of columns cost, in rows: two sums of 4 bytes that are written and
 # read, beside three times 2 bytes of a row.
 PARTIAL_RESULT_ROWS = 2.7
+
+# Blocks for what is the same in them have at least so many elements.
+MIN_STEADY_BLOCK = 1024
 
 # Eighths of the multiprocessors that run clusters at once. H200, backward of layer norm, bf16,
 # 4 x 2^26 elements, splits for all and for seven eighths of them, us: rows of 16384 (4
@@ -80,6 +87,18 @@ def programs_per_row(
     )
     pays = spec.kind == "cuda" and row >= MIN_COOPERATIVE_ROW and (same_alignment or row % 8 == 0)
     return count if pays and fits else 0
+
+
+def steady_block(read: Iterable[Collection[Axis]], r: Sequence[Axis]) -> int:
+    """Elements of the blocks of a row in which all that is read for parts of rows is the same; 0
+    where nothing is, or these are short. `read`: axes of each thing read; `r`: of a row."""
+    lengths = 0
+    for axes in read:
+        used = [k for k, axis in enumerate(r) if axis in axes]
+        if len(used) == 1 and used[0] < len(r) - 1:
+            lengths = math.gcd(lengths, product(a.extent for a in r[used[0] + 1 :]).value or 1)
+    most = lengths & -lengths
+    return most if most >= MIN_STEADY_BLOCK else 0
 
 
 def aligned_split_count(rows: int, most: int, partial: float = 0.0) -> int:

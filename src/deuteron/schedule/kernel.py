@@ -109,7 +109,8 @@ class Kernel:
     all threads; what they wrote may then be read.
 
     `reads` and `writes` are tensors in memory with their layouts (a tensor both read and written is
-    in both); `overwrites` are those of `writes` that live in another tensor's memory;
+    in both); `overwrites` are those of `writes` that live in another tensor's memory, `overwritten`
+    those of `reads` that are lost thereby;
     `bytes`/`flops` are what one call moves and computes at hinted sizes; `predicted_us` is the cost
     model's time.
     """
@@ -125,6 +126,7 @@ class Kernel:
     predicted_us: float
     barriers: tuple[int, ...] = ()
     overwrites: frozenset[str] = frozenset()
+    overwritten: frozenset[str] = frozenset()
     # Then it has no other nests: statements with products (`ir.nest`), and how they are tiled.
     contraction: tuple[ContractionNest, Tiling] | None = None
 

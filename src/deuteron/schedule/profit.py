@@ -15,7 +15,12 @@ from deuteron.base.scans import EXCHANGED_DTYPES, MAX_SCANS, bandwidth, in_block
 from deuteron.ir.index import Axis, Index, Mod, Value, const, hint, product
 from deuteron.ir.operations import ITEMSIZE
 from deuteron.ir.program import Layout
-from deuteron.schedule.cooperative import NORM_BACKWARD_VALUES, programs_per_row
+from deuteron.schedule.cooperative import (
+    NORM_BACKWARD_VALUES,
+    elements_per_program,
+    programs_per_row,
+    steady_block,
+)
 from deuteron.schedule.group import Group, Member
 from deuteron.schedule.lanes import LINE_FLOPS
 from deuteron.schedule.programs import Walk, picked_lines, together, walk
@@ -31,6 +36,8 @@ SECTOR_BYTES = 32  # that move for an element that is read by itself
 # Bytes that are contiguous along the other dimension, as a share of most, for which a tile has good
 # parts of both. Tensors of fewer elements than a part of the largest do not count.
 ACROSS_RATIO, MIN_PART_OF_LARGEST = 8, 8
+# Kinds of reductions whose results programs can exchange.
+EXCHANGED = ("sum", "max", "min")
 # Elements of a run of memory that is worth walking along.
 MIN_RUN = 16
 # Below this share of the device a reduction is worth a second kernel; the latter where rows lie
@@ -280,22 +287,26 @@ def cost(
             part = layouts[group.partials[m.name]]
             # Beside rows in several passes, partial sums are kept in memory from row to row.
             moved += 2 * points * ITEMSIZE[part.dtype] if spilled else bytes_of(part)
+    again = 0
     if spilled or (
         group.reductions and group.row_split is None and not row_stays_on_chip(group, layouts, spec)
     ):
-        moved += read_again(group, layouts)
+        again = read_again(group, layouts)
+    moved += again
     done, issued = (work(group, layouts, spec, exact) for exact in (False, True))
+    issued *= 2 if again else 1
     share = occupancy(group, layouts, spec)
     found = Cost(moved, done, share, time_us(moved, issued, share, spec))
     if spec.kind == "cuda":
         how = walked(group, layouts, stored, spec)
-        busy, waits = how.busy(spec.memory_us(moved), issued, spec) / max(share, 1e-3), how.waits()
+        busy = how.busy(spec.memory_us(moved) / max(share, 1e-3), issued, spec)
+        waits = how.waits()
         us = together(busy, waits, how.waves(spec))
         found = Cost(moved, done, share, us, busy, waits)
     if not whole and group.reductions and share < least_occupancy(group, layouts):
-        again = 0 if not row_stays_on_chip(group, layouts, spec) else read_again(group, layouts)
+        more = 0 if not row_stays_on_chip(group, layouts, spec) else read_again(group, layouts)
         halves = (
-            time_us(moved + again, issued, 1.0, spec) + spec.launch_us + time_us(0, 0, 1.0, spec)
+            time_us(moved + more, issued, 1.0, spec) + spec.launch_us + time_us(0, 0, 1.0, spec)
         )
         if halves < found.us and splittable(group, layouts, spec):  # the dearer question last
             return Cost(moved, done, 1.0, halves)
@@ -314,13 +325,39 @@ def walked(
     group: Group, layouts: Mapping[str, Layout], stored: Iterable[str], spec: DeviceSpec
 ) -> Walk:
     """What a GPU's programs do with a group."""
-    aside, split, sharing = side_by_side(group, layouts), group.row_split is not None, 1
-    again = not split and bool(read_again(group, layouts))
-    if known_rows(group) and (split or not aside and again):
-        row, held = hint(group.space.row), NORM_BACKWARD_VALUES if split else 1
-        alike = split or shareable(group, layouts)
-        sharing = max(1, programs_per_row(row, held, spec, same_alignment=alike))
+    aside, again = side_by_side(group, layouts), group.row_split is None
+    again = again and bool(read_again(group, layouts))
+    sharing = max(1, sharing_programs(group, layouts, spec))
     return walk(group, layouts, stored, spec, aside, again, sharing)
+
+
+def sharing_programs(
+    group: Group, layouts: Mapping[str, Layout], spec: DeviceSpec, held: int | None = None
+) -> int:
+    """Programs that share a row, as `codegen.triton.tiling` has them do; 0: none. `held`: values of
+    each element that they hold; by default what the group reads of a row that it needs again."""
+    row = hint(group.space.row)
+    if not known_rows(group):
+        return 0
+    if group.row_split is not None:
+        return programs_per_row(row, held or NORM_BACKWARD_VALUES, spec, same_alignment=True)
+    reduced = [m.compute.body for m in group.members if m.kind in ("reduction", "scan")]
+    if side_by_side(group, layouts) or not read_again(group, layouts):
+        return 0
+    if any(e.attr[0] not in EXCHANGED or e.dtype not in EXCHANGED_DTYPES for e in reduced):
+        return 0
+    points, beside = group.space.size(), set(group.space.parallel)
+    where = dict.fromkeys(i for indices in group.reads.values() for i in indices)
+    axes = {i: frozenset(a for x in i for a in x.axes()) for i in where}
+    whole = [i for i in where if 2 * elements(i) > points]
+    steady = steady_block(axes.values(), group.space.reduced)
+    parts = (axes[i] for i in where if i not in whole)
+    if not steady and any(x & beside and not x <= beside for x in parts):
+        return 0  # they would be held element by element
+    values = len(whole) + len(group.scans)
+    each = min(elements_per_program(values, row), steady or row)
+    programs = programs_per_row(row, values, spec, each, shareable(group, layouts))
+    return programs if programs > 1 else 0
 
 
 def splittable(group: Group, layouts: Mapping[str, Layout], spec: DeviceSpec) -> bool:
@@ -365,17 +402,13 @@ def row_stays_on_chip(group: Group, layouts: Mapping[str, Layout], spec: DeviceS
     row = hint(group.space.row)
     if spec.kind == "cpu":
         return 4 * row <= spec.l2 // 2
-    known = known_rows(group)
     if group.row_split is None:
-        programs = (
-            programs_per_row(row, 1, spec, same_alignment=shareable(group, layouts)) if known else 0
-        )
-        return bool(programs) and not side_by_side(group, layouts) or 4 * row <= spec.registers // 2
+        return bool(sharing_programs(group, layouts, spec)) or 4 * row <= spec.registers // 2
     points = group.space.size()
     read = sum(any(elements(i) >= points for i in where) for where in group.reads.values())
     held = read + len(group.partials)
-    shared = known and bool(programs_per_row(row, held, spec, same_alignment=True))
-    return shared or 4 * row * held <= spec.registers * 3 // 4
+    shared = sharing_programs(group, layouts, spec, held)
+    return bool(shared) or 4 * row * held <= spec.registers * 3 // 4
 
 
 def combination_cost(partials: Iterable[Layout], spec: DeviceSpec) -> Cost:
@@ -388,7 +421,7 @@ def time_us(moved: float, done: float, share: float, spec: DeviceSpec) -> float:
     """Microseconds of a kernel that moves and computes this much on a share of the device."""
     if spec.kind == "cpu":
         return CPU_KERNEL_US + max(spec.memory_us(moved), spec.compute_us(done)) / max(share, 1e-3)
-    one = Walk(1, 1, 1, 0, 0.0)
+    one = Walk(spec.cores, 1, 1, 0, 0.0)
     return together(one.busy(spec.memory_us(moved), done, spec) / max(share, 1e-3), one.waits())
 
 
@@ -398,6 +431,7 @@ def launch_us(spec: DeviceSpec) -> float:
 
 
 __all__ = [
+    "EXCHANGED",
     "Cost",
     "bytes_of",
     "bytes_read",

@@ -58,9 +58,11 @@ class Walk:
     lines: float
 
     def busy(self, memory: float, work: float, spec: DeviceSpec) -> float:
-        """Microseconds that the units take, of what moves so long and computes so much."""
+        """Microseconds that the units take, of what moves so long and computes so much, the latter
+        on cores that have programs."""
         lines = spec.compute_us(LINE_FLOPS * LINE_CLOCKS * self.lines)
-        return max(memory, ISSUE_SHARE * spec.compute_us(work), lines)
+        issued = max(ISSUE_SHARE * spec.compute_us(work), lines)
+        return max(memory, issued * max(1.0, spec.cores / max(1, self.programs)))
 
     def waits(self) -> float:
         """Microseconds that one program waits: for memory, in each turn, and for its warps."""

@@ -248,7 +248,7 @@ def feasible(nest: Nest, tiling: Tiling, layouts: Mapping[str, Layout], spec: De
     results = nest.reductions
     read = [n.attr for s in nest.stores for n in s.value.loads() if n.attr[0] not in results]
     crowded = tiling.persistent and any(is_block(tiling, at) for _, at, _ in read)
-    if crossed(nest, tiling) or not fetched or crowded:
+    if crossed(nest, tiling) or not (fetched and are_dots(nest, tiling)) or crowded:
         return False
     held = 0
     for s in nest.reductions.values():
@@ -277,6 +277,18 @@ def spills(nest: Nest, tiling: Tiling, name: str, left: float) -> bool:
     threads, places = 32 * tiling.num_warps, tile_of(tiling, c.over)
     work = tile_of(tiling, nest.lives(s)) * places * (1 + through) / threads
     return passing > left or work > (MAX_SHORT if places <= SHORT_SUM else MAX_LONG)
+
+
+def are_dots(nest: Nest, tiling: Tiling) -> bool:
+    """Whether programs multiply tiles of two dimensions, one of which is summed. Others would be
+    arithmetic on all places at once: H200, a product of 16 batches that the next one has as rows,
+    311 us."""
+    for c in nest.contractions.values():
+        dims = ({tiling.dim_of(a) for a in x} for x in (c.m, c.n, c.over, c.batch))
+        *spans, batch = (sum(d.block > 1 for d in x) for x in dims)
+        if max(spans) > 1 or batch:
+            return False
+    return True
 
 
 def crossed(nest: Nest, tiling: Tiling) -> bool:
@@ -498,4 +510,13 @@ def points(tiling: Tiling, axes: set[Axis]) -> float:
     return total
 
 
-__all__ = ["Estimate", "candidates", "crossed", "known", "library_us", "points", "tile_of"]
+__all__ = [
+    "Estimate",
+    "are_dots",
+    "candidates",
+    "crossed",
+    "known",
+    "library_us",
+    "points",
+    "tile_of",
+]

@@ -5,16 +5,12 @@ In: `Loops`. Out: numbers; sizes that change count as their hints.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Collection, Sequence
 
 from deuteron.codegen.loops import Loops, points_visited, roots_of, stride, unique_nodes
 from deuteron.codegen.triton.misaligned import misaligned_rows
 from deuteron.ir.expr import Expr
 from deuteron.ir.index import Axis, Index, Sym, hint, product
-
-# Blocks for what is the same in them have at least so many elements.
-MIN_STEADY_BLOCK = 1024
 
 
 def below(n: int) -> int:
@@ -123,20 +119,6 @@ def read_along(loops: Loops, kinds: type | tuple[type, ...]) -> set[Expr]:
     roots = [root for p in loops.statements if isinstance(p, kinds) for root in roots_of(p)]
     loads = [n for n in unique_nodes(roots) if n.op == "load" and n.attr[1]]
     return {n for n in loads if n.attr[1][0].axes() & set(loops.reduced)}
-
-
-def steady_block(loops: Loops, r: Sequence[Axis]) -> int:
-    """Elements of the blocks of a row in which all that is read for parts of rows is the same (see
-    `Emitter._steady`); 0 where nothing is, or these are short."""
-    lengths = 0
-    for a in loops.accesses:
-        used = [k for k, axis in enumerate(r) if axis in a.address.axes()]
-        if not a.store and len(used) == 1 and used[0] < len(r) - 1:
-            lengths = math.gcd(
-                lengths, product(axis.extent for axis in r[used[0] + 1 :]).value or 1
-            )
-    most = lengths & -lengths
-    return most if most >= MIN_STEADY_BLOCK else 0
 
 
 # Bytes of a run of memory below which a pipeline does not pay: each run is a copy of its own to

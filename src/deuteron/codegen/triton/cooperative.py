@@ -14,7 +14,7 @@ all have published that, and had collected round k before.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection
 
 from deuteron.base.cluster import EXCHANGE_ROUNDS
 from deuteron.codegen.loops import Loops, Write, roots_of, unique_nodes
@@ -36,7 +36,6 @@ from deuteron.codegen.triton.scalars import reduction_step
 from deuteron.codegen.triton.scope import R
 from deuteron.codegen.triton.tiling import Tiling
 from deuteron.ir.expr import Expr
-from deuteron.ir.program import Layout
 from deuteron.schedule.kernel import Reduce, Scan
 from deuteron.schedule.online import Chain, Products, Rescaled, Rule
 from deuteron.schedule.programs import power
@@ -269,16 +268,14 @@ class CooperativeRows:
         return numbers
 
 
-def may_share_rows(
-    loops: Loops, overwrites: Collection[str], layouts: Mapping[str, Layout]
-) -> bool:
+def may_share_rows(loops: Loops, overwrites: Collection[str], overwritten: Collection[str]) -> bool:
     """Whether no program needs what another overwrites. What a row has one of, all of its programs
     read and one stores: only that one may use what lay there (running statistics do)."""
     kept = [p for p in loops.statements if isinstance(p, Write) and p.level == "row"]
-    lost = {(w.address, layouts[w.tensor].dtype) for w in kept if w.tensor in overwrites}
+    lost = {w.address for w in kept if w.tensor in overwrites}
     others = (e for p in loops.statements if p not in kept for e in roots_of(p))
     return not any(
-        n.op == "load" and n.attr[1] and (n.attr[1][0], layouts[n.attr[0]].dtype) in lost
+        n.op == "load" and n.attr[0] in overwritten and n.attr[1] and n.attr[1][0] in lost
         for n in unique_nodes(others)
     )
 

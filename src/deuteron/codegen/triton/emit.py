@@ -18,8 +18,6 @@ from deuteron.codegen.checks import as_arithmetic
 from deuteron.codegen.precision import (
     at_least_one,
     erf_of_one_plus,
-    is_masked_bf16,
-    log1p_of_unit,
 )
 from deuteron.codegen.triton import scalars
 from deuteron.codegen.triton.dynamic_bounds import continues, write_reduction
@@ -164,16 +162,8 @@ class Emitter(TileState):
             by = self.inexact.exponentials.get(erf)
             kind, more = ("fast", "") if by is None else ("by", f", {self.value(by)}")
             return f"libm.erf_above_{kind}({self.value(erf.args[0])}{more})"
-        approximate = node in self.inexact.approximate_quotient or node in self.inexact.approximate
-        if approximate and node.op == "sigmoid" and node in self.inexact.exponentials:
-            decay = self.value(self.inexact.exponentials[node])
-            return f"libm.sigmoid_by({self.value(node.args[0])}, {decay})"
         if node in self.inexact.approximate and node.op not in ("div", "erf"):
             return f"libm.{node.op}_fast({self.value(node.args[0])})"
-        if node in self.inexact.approximate_quotient:
-            return f"libm.sigmoid_fast_div({self.value(node.args[0])})"
-        if log1p_of_unit(node):
-            return f"libm.log1p_unit({self.value(node.args[0])})"
         if node.op == "div" and node.dtype == "f32":
             a, b = node.args
             if self.deps(b) < self.deps(a) and a.op != "literal":
@@ -185,6 +175,10 @@ class Emitter(TileState):
                 return f"{self.value(a)} * libm.rcp({self.value(b)})"
             if node in self.inexact.approximate:
                 return f"{self.value(a)} / {self.value(b)}"  # within 2 units in the last place
+            if at_least_one(b):
+                return f"libm.div_by_one_or_more({self.value(a)}, {self.value(b)})"
+        if node.op == "reciprocal" and node.dtype == "f32" and at_least_one(node.args[0]):
+            return f"libm.reciprocal_below_one({self.value(node.args[0])})"
         narrowed = self._narrowed(node) if node.op in COMPARISONS else None
         if narrowed is not None:
             return narrowed
@@ -342,9 +336,8 @@ class Emitter(TileState):
         return f"{pointer} + {index} {'-' if far < 0 else '+'} {abs(far)}"
 
     def _widened(self, node: Expr) -> str | None:
-        """A rounding to bf16 whose result is f32 again. Arithmetic of bf16 numbers has instructions
-        of its own, which the compiler finds. Of whole tiles only: Triton 3.6 misplaces instructions
-        that it does not know where it gives the values of rows a second layout."""
+        """A rounding to bf16 whose result is f32 again. Of whole tiles only: Triton 3.6 misplaces
+        instructions that it does not know where it gives the values of rows a second layout."""
         (a,) = node.args
         if node.dtype != "f32" or a.dtype != "bf16":
             return None
@@ -354,12 +347,7 @@ class Emitter(TileState):
                 return self.value(E.op("where", a.args[0], *choices))
         if a.op != "cast" or a.args[0].dtype != "f32" or self.deps(a) != frozenset(self.dims):
             return None
-        value = a.args[0]
-        if node in self.packed_bf16 or value in self.packed_bf16:
-            return None
-        if is_masked_bf16(value):
-            return self.value(value)
-        return f"libm.round_bf16({self.value(value)})"
+        return f"libm.round_bf16({self.value(a.args[0])})"
 
     def neighbours(self, element: Index) -> str | None:
         """Where the tile's last dimension counts elements, rows of which begin at multiples of 4:

@@ -29,15 +29,6 @@ def sigmoid_fast(x):
 
 
 @triton.jit
-def log1p_unit(x):
-    """``log(1 + x)`` of what is between 0 and 1, within 2.4 units in the last place: x times the
-    polynomial whose largest relative error there is least, 3e-8."""
-    p = tl.fma(tl.fma(x, 0.005232688, -0.029505214), x, 0.07822591)
-    p = tl.fma(tl.fma(tl.fma(p, x, -0.13663243), x, 0.19106005), x, -0.24842982)
-    return tl.fma(tl.fma(tl.fma(p, x, 0.33319098), x, -0.49999493), x, 1.0) * x
-
-
-@triton.jit
 def erf_above_fast(x):
     """``1 + erf(x)`` within 4 2^-23, and within 2^-10 of itself: where it is small, erfc(-x)."""
     return erf_above_by(x, exp2_fast(x * x * -1.4426950408889634))
@@ -126,6 +117,21 @@ def div_by_unit(a, b, inverse, FINITE: tl.constexpr):
 
 
 @triton.jit
+def rcp_any(x):
+    """Within a unit in the last place; of what is over 2^126 below the normal numbers."""
+    return tl.inline_asm_elementwise(
+        "rcp.approx.f32 $0, $1;", "=r,r", [x], dtype=tl.float32, is_pure=True, pack=1
+    )
+
+
+@triton.jit
+def div_by_one_or_more(a, b):
+    """``a / b`` of a divisor of at least 1, infinity included: rounded as a division but for one in
+    a million, without that one's branch, for whose call a loop keeps all it has in registers."""
+    return div_by_unit(a, b, rcp_any(b), False)
+
+
+@triton.jit
 def round_bf16(x):
     """The nearest bf16, as f32. The instruction for two of them (the other is 0) is faster than
     the one for one, and leaves the bits in the upper half."""
@@ -137,19 +143,6 @@ def round_bf16(x):
         is_pure=True,
         pack=1,
     )
-
-
-@triton.jit
-def whole(x):
-    """The nearest whole number, the even one of two, as i32; of what is at most 2^22."""
-    return tl.inline_asm_elementwise(
-        "cvt.rni.s32.f32 $0, $1;", "=r,r", [x], dtype=tl.int32, is_pure=True, pack=1
-    )
-
-
-@triton.jit
-def _whole(x):
-    return tl.where(x == x, x + 12582912.0 - 12582912.0, 0.0).to(tl.int32)
 
 
 @triton.jit
@@ -168,7 +161,7 @@ def _round_bf16(x):
 
 
 if INTERPRETED:
-    exp2_fast, rcp, round_bf16, whole = _exp2, _rcp, _round_bf16, _whole
+    exp2_fast, rcp, rcp_any, round_bf16 = _exp2, _rcp, _rcp, _round_bf16
 
 
 # -- 8-bit floats as their bits --------------------------------------------------------------------

@@ -139,11 +139,8 @@ def with_unrolled_axes(task: Looped, context: Context) -> Looped:
 def choose_tiling(task: Looped, context: Context) -> Tiled:
     """How a program's tile covers each nest: shape, warps, stages."""
     nests, spec = task.loops, task.spec
-    overwrites, alone = task.kernel.overwrites, len(nests) == 1
-    tilings = [
-        choose(n, spec, cooperative=alone and may_share_rows(n, overwrites, task.layouts))
-        for n in nests
-    ]
+    over, alone = (task.kernel.overwrites, task.kernel.overwritten), len(nests) == 1
+    tilings = [choose(n, spec, cooperative=alone and may_share_rows(n, *over)) for n in nests]
     if alone:
         tilings[0] = scan_tiling(nests[0], spec) or tilings[0]
     tilings = sharing(tilings)
@@ -170,9 +167,9 @@ def write_nests(task: Measured, context: Context) -> Written:
     if options.check_accesses:
         limits = {n: (lay.extent() + lay.offset, kernel.name) for n, lay in layouts.items()}
     pointers = _pointer_names(layouts)
-    common = (pointers, index_type, layouts, "STAGES", float8, limits, kernel.overwrites)
-    averages = options.precision == "float32"
-    names = [Names(b, *common, averages) for b in task.blocks]
+    common = (pointers, index_type, layouts, "STAGES", float8, limits)
+    rest = (kernel.overwrites, kernel.overwritten, options.precision == "float32")
+    names = [Names(b, *common, *rest) for b in task.blocks]
     written = [
         write_nest(n, f, own, itertools.count())
         for n, f, own in zip(task.loops, task.tilings, names, strict=True)

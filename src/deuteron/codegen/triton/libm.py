@@ -41,6 +41,7 @@ from deuteron.codegen.triton.exchange import (  # noqa: F401 - kernels call them
 )
 from deuteron.codegen.triton.fast import (  # noqa: F401 - kernels call them by this module
     INTERPRETED,
+    div_by_one_or_more,
     div_by_unit,
     erf_above_by,
     erf_above_fast,
@@ -57,14 +58,12 @@ from deuteron.codegen.triton.fast import (  # noqa: F401 - kernels call them by 
     f32_to_f8e4m3_native,
     f32_to_f8e5m2,
     f32_to_f8e5m2_native,
-    log1p_unit,
     rcp,
     reciprocal_fast,
     round_bf16,
     sigmoid_fast,
     sqrt_fast,
     tanh_fast,
-    whole,
 )
 from deuteron.codegen.triton.last_bits import (  # noqa: F401 - kernels call them by this module
     nextafter_half,
@@ -244,19 +243,16 @@ def sqrt(x):
 
 @triton.jit
 def sigmoid(x):
-    return div(tl.full([], 1.0, x.dtype), 1.0 + exp(x * -1.0))
+    return reciprocal_below_one(1.0 + exp(x * -1.0))
 
 
 @triton.jit
-def sigmoid_fast_div(x):
-    """Within 3 units in the last place; 0 where it is below 2^-126."""
-    return rcp(1.0 + exp(x * -1.0))
-
-
-@triton.jit
-def sigmoid_by(x, decay):
-    """By ``exp(-abs(x))``, within 3 units in the last place."""
-    return tl.where(x < 0, decay, 1.0) * rcp(1.0 + decay)
+def reciprocal_below_one(x):
+    """Of what is at least 1."""
+    if x.dtype == tl.float32:
+        return div_by_one_or_more(tl.full([], 1.0, tl.float32), x)
+    else:
+        return 1.0 / x
 
 
 @triton.jit

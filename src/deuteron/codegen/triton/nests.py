@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from deuteron.codegen.loops import SPLIT, CrossRowReduce, Loops, Write, stride
-from deuteron.codegen.precision import inexact, packed_bf16, softmax_sums
+from deuteron.codegen.precision import inexact, softmax_sums
 from deuteron.codegen.triton.columns import (
     Columns,
     clear_columns,
@@ -69,6 +69,7 @@ class Names:
     float8: str = ""  # see `scalars.convert`
     limits: Limits = field(default_factory=dict)  # see `Emitter.guard`
     overwrites: frozenset[str] = frozenset()  # see `schedule.kernel.Kernel`
+    overwritten: frozenset[str] = frozenset()
     averages: bool = True  # see `precision.inexact`
 
 
@@ -112,7 +113,6 @@ def write_nest(
     em.barrier_stores = stores_behind_barriers(loops, names, lambda e: em.deps(e) <= em.whole - R)
     row = em.whole - em.along
     em.inexact = inexact(loops, lambda e: em.deps(e) <= row, names.averages)
-    em.packed_bf16 = packed_bf16(loops)
     em.softmax_sums = softmax_sums(loops, lambda e: em.deps(e) <= row)
     if em.rotation is not None:
         em.rotation.declare(em)
@@ -196,20 +196,19 @@ def write_points(loops: Loops, tiling: Tiling, em: Emitter) -> None:
 def stores_behind_barriers(
     loops: Loops, names: Names, row_level: Callable[[Expr], bool]
 ) -> set[tuple[str, Index]]:
-    """Stores into the memory of others (inputs that a program changes) where something may lie that
+    """Stores into the memory of others (inputs that a program changes) where something lies that
     is read once per row. Loops in which threads wait for one another Triton does not pipeline:
     backward of layer norm over gathered rows, 32768 x 768, bf16, H200, us: 64, without 51."""
     read = {
-        (n.attr[1][0], names.layouts[n.attr[0]].dtype)
+        n.attr[1][0]
         for root in loops.roots()
         for n in root.walk()
-        if n.op == "load" and n.attr[1] and row_level(n)
+        if n.op == "load" and n.attr[0] in names.overwritten and n.attr[1] and row_level(n)
     }
     return {
         (w.tensor, w.address)
         for w in loops.statements
-        if isinstance(w, Write) and w.tensor in names.overwrites
-        if (w.address, names.layouts[w.tensor].dtype) in read
+        if isinstance(w, Write) and w.tensor in names.overwrites and w.address in read
     }
 
 

@@ -11,14 +11,13 @@ import math
 
 from deuteron.codegen.precision import gelu_factors, scaled_factor
 from deuteron.codegen.ranges import divisor_bounds
-from deuteron.codegen.triton import scalars
 from deuteron.codegen.triton.state import TileState
 from deuteron.ir.expr import Expr
 
 
 def peephole(em: TileState, node: Expr) -> str | None:
     if node.op == "cast":
-        return _truncation(em, node) or _rounded_integer(em, node)
+        return _truncation(em, node)
     if node.op == "mul":
         return _gelu(em, node)
     if node.op == "exp":
@@ -39,25 +38,6 @@ def _truncation(em: TileState, node: Expr) -> str | None:
     if any(n.op in ("load", "random") for n in a.walk()):  # which may be no number
         return None
     return f"libm.trunc({em.value(a.args[0])}) + 0.0"
-
-
-def _rounded_integer(em: TileState, node: Expr) -> str | None:
-    """A number rounded to a whole one between two others: one conversion instead of two."""
-    if node.dtype not in ("i8", "u8", "i16", "i32", "i64") or em.deps(node) != frozenset(em.dims):
-        return None  # (of rows: see `Emitter._widened`)
-    (a,) = node.args
-    limits: dict[str, float] = {}
-    while a.op in ("minimum", "maximum") and a.op not in limits and a.dtype == "f32":
-        x, limit = sorted(a.args, key=lambda b: b.op == "literal")
-        if limit.op != "literal" or not abs(limit.attr) <= 2**22 or limit.attr % 1:
-            return None
-        limits[a.op], a = limit.attr, x
-    if len(limits) < 2 or a.op != "round" or a.dtype != "f32":
-        return None
-    text = em.value(a.args[0])
-    for kind, value in reversed(limits.items()):
-        text = f"libm.{kind}({text}, {scalars.literal(value, 'f32', typed=True)})"
-    return scalars.convert(f"libm.whole({text})", "i32", node.dtype)
 
 
 def _gelu(em: TileState, node: Expr) -> str | None:
@@ -88,10 +68,10 @@ def _exp2_of_multiple(em: TileState, node: Expr) -> str | None:
 
 def _fma(em: TileState, node: Expr) -> str | None:
     """A product and a sum, rounded once."""
-    if node not in em.inexact.fused or node in em.packed_bf16:
+    if node not in em.inexact.fused:
         return None
     product, other = sorted(node.args, key=lambda a: a.op != "mul")
-    if em.deps(product) != em.deps(node) or product in em.packed_bf16:
+    if em.deps(product) != em.deps(node):
         return None
     a, b, c = (em.value(x) for x in (*product.args, other))
     if node.op == "sub":

@@ -95,7 +95,7 @@ def _reduced(em: Emitter, f: Reduce) -> str:
 def step(em: Emitter, f: Reduce | CrossRowReduce, name: str) -> str:
     """An accumulator with one more value. The product of a sum of products is not rounded."""
     body = f.body
-    if f.kind == "sum" and body.dtype == "f32" and body.op == "mul" and body not in em.packed_bf16:
+    if f.kind == "sum" and body.dtype == "f32" and body.op == "mul":
         a, b = map(em.value, body.args)
         return f"tl.fma({a}, {b}, {name})"
     return reduction_step(f.kind, body.dtype, name, em.value(body))

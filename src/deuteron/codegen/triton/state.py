@@ -44,7 +44,6 @@ class TileState(Placing[str, Scope]):
         self.index_type = index_type  # "tl.int32", "tl.int64" or the kernel's constexpr name
         self.dim_of = {a: d.name for d in dims for a in d.axes}
         self.inexact = Inexact()
-        self.packed_bf16: frozenset[Expr] = frozenset()  # see `precision`
         self.softmax_sums: frozenset[str] = frozenset()  # likewise: names of reductions
         self.policies: dict[Expr, str] = {}  # load -> eviction policy
         self.bound: set[Axis] = set()  # axes of reductions inside expressions

@@ -35,7 +35,6 @@ from deuteron.codegen.triton.access_statistics import (
     row_loads,
     shared_along,
     size,
-    steady_block,
     streamed,
     tile_bytes,
     uneven,
@@ -65,9 +64,10 @@ from deuteron.schedule.cooperative import (
     cooperative_registers,
     elements_per_program,
     programs_per_row,
+    steady_block,
 )
 from deuteron.schedule.kernel import Reduce, Scan
-from deuteron.schedule.profit import ACROSS_RATIO
+from deuteron.schedule.profit import ACROSS_RATIO, EXCHANGED
 from deuteron.schedule.programs import power
 
 # Twice as many where the row is needed a second time, for a store. H200, 32768 columns, time over a
@@ -176,19 +176,21 @@ def _rows(loops: Loops, spec: DeviceSpec, cooperative: bool) -> Tiling:
     # What is the same for all rows each program reads for every row.
     few = cluster or 2 * bytes_along(loops, x) >= bytes_along(loops) or nx < spec.cores
     # Values of parts of a row that are not the same in a block are held element by element.
-    few &= bool(steady_block(loops, r)) or not any(
+    same = steady_block([a.address.axes() for a in loops.accesses if not a.store], r)
+    in_parts = not same and any(
         a.address.axes() & set(x)
         and a.address.axes() & set(r)
         and 2 * points_visited(a.address, (*x, *r)) <= nx * nr
         for a in loops.accesses
         if not a.store
     )
+    few &= not in_parts
     long = nr > ROW_LIMIT or nr * loads_along(loops) > 2 * ROW_LIMIT
     shared = not whole or (cluster and long and not columns and not across)
     wide = widest(loops) >= 4
     if cooperative and again and shared and (wide or misaligned_rows(loops, r) is None):
         values = loads + sum(isinstance(p, Scan) for p in loops.statements)
-        each = min(elements_per_program(values, nr), steady_block(loops, r) or nr)
+        each = min(elements_per_program(values, nr), same or nr)
         programs = _cooperating_programs(loops, nr, values, each, wide, spec) if few else 0
         if programs:
             return _cooperative("rows", x, r, values, each, programs, spec, values == 1 or scans)
@@ -201,7 +203,7 @@ def _rows(loops: Loops, spec: DeviceSpec, cooperative: bool) -> Tiling:
     elif columns:
         candidates = looped_column_tiles(nx, nr, tile_bytes(loops, x, r), spec, scans)
     else:
-        candidates = _long_rows(loops, nx, nr, spec)
+        candidates = _long_rows(loops, nx, nr, in_parts, spec)
     misaligned = None
     columns |= across
     lane_elements, least = 1, min(b.of("r") for b in candidates)
@@ -240,7 +242,9 @@ def _grouped(loops: Loops, spec: DeviceSpec) -> Tiling:
     )
 
 
-def _long_rows(loops: Loops, nx: int, nr: int, spec: DeviceSpec) -> tuple[TileConfig, ...]:
+def _long_rows(
+    loops: Loops, nx: int, nr: int, in_parts: bool, spec: DeviceSpec
+) -> tuple[TileConfig, ...]:
     """Blocks of a row, pass by pass. H200, us with heuristics' choice before and after:
 
     read again  batch norm, 401 KB of bf16: 4096 elements without and with a pipeline of 3 116, 87,
@@ -254,15 +258,21 @@ def _long_rows(loops: Loops, nx: int, nr: int, spec: DeviceSpec) -> tuple[TileCo
                 of registers, 128 and 80 762, 599 and 656
     few rows    64 of 3 MB of f32: 2048 and 8192 elements, pipeline of 3: 198, 72; 421, 245
     scans       32000 of f32: 2048 elements for 4 warps 397, 4096 for 8 420, whole rows 466
+    in parts    what has one value for a part of a row comes element by element, which a pipeline
+                would copy so: gradients of batch norm behind squeeze and excitation, f32, rows of
+                100352 and 25088: 299, 156 with pipelines, 130, 57 without
     """
     itemsize, moved = widest(loops), streamed(loops)
-    same = steady_block(loops, in_order(loops, loops.reduced))
+    read = [a.address.axes() for a in loops.accesses if not a.store]
+    same = steady_block(read, in_order(loops, loops.reduced))
 
     def tile(r: int, warps: int, stages: int = 1) -> TileConfig:
         block = min(r, power(nr), same or r)
         x = max(1, min(1024 // block, power(nx)))
         return TileConfig((("x", x), ("r", block)), min(warps, warps_for(block * x, 4)), stages)
 
+    if in_parts:
+        return tuple(dict.fromkeys((tile(4096, 16), tile(4096, 8))))
     if not any(isinstance(p, Write) and p.level == "point" for p in loops.statements):
         if nx < 2 * spec.cores:
             return tuple(dict.fromkeys((tile(8192, 16, 3), tile(4096, 8, 3), tile(2048, 8))))
@@ -308,7 +318,7 @@ def _cooperating_programs(
     if any(isinstance(p, Write) and p.accumulate is not None for p in loops.statements):
         return 0
     if len(reductions) > MAX_EXCHANGED or not all(
-        f.kind in ("sum", "max", "min") and f.body.dtype in EXCHANGED_DTYPES for f in reductions
+        f.kind in EXCHANGED and f.body.dtype in EXCHANGED_DTYPES for f in reductions
     ):
         return 0
     if not read_along(loops, (Reduce, Scan)) & read_along(loops, (Write, CrossRowReduce)):
