@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from deuteron.codegen.cpp.index_sets import (
+from deuteron.codegen.index_sets import (
     MIN_CUT_EXTENT,
     cut_positions,
     index_between_cuts,

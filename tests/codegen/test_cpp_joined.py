@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from deuteron.codegen.cpp.index_sets import MAX_CUTS, cut_positions, repeats_code
+from deuteron.codegen.index_sets import MAX_CUTS, cut_positions, repeats_code
 from deuteron.ir.expr import Expr, index_value, literal, load, op
 from deuteron.ir.index import Axis
 

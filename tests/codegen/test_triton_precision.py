@@ -159,14 +159,6 @@ def test_powers_of_multiples() -> None:
     assert "libm.exp2_fast(" not in source(lambda x: torch.exp(x * -0.5), FLOAT)
 
 
-def test_positions_without_fractions() -> None:
-    def f(x: Tensor) -> Tensor:
-        return F.interpolate(x, scale_factor=2, mode="bilinear")
-
-    assert ".to(tl.int64).to(tl.float32)" not in source(f, torch.randn(2, 3, 40, 40))
-    assert "libm.trunc" not in source(lambda x: x.long().float() + 1, FLOAT)
-
-
 def test_tanh() -> None:
     text = source(lambda x: F.gelu(x, approximate="tanh"), HALF)
     assert "libm.tanh_fast(" in text and "libm.tanh(" not in text

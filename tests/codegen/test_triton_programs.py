@@ -22,6 +22,7 @@ from tests.codegen.triton_programs import (
     EVERY,
     GROUPED,
     GROUPS,
+    JOINED,
     behind_sums,
     chained_sums,
     in_blocks,
@@ -60,6 +61,14 @@ def test_groups_are_reduced_beside_rows(name: str) -> None:
     assert nest.group_axes
     (made,) = kernels(planned(name), name)
     assert made.source.count("tl.load(") == len(kernel.reads), "everything is read once"
+
+
+@pytest.mark.parametrize("name", JOINED)
+def test_joined_columns_are_summed_part_by_part(name: str) -> None:
+    made, *_ = kernels(planned(name), name)
+    parts = re.findall(r"^def (_triton_\w+)\(", made.source, re.M)
+    assert len(parts) == (2 if name == "gated" else 3)
+    assert made.source.count("libm.sigmoid(") == (2 if name == "gated" else 0)
 
 
 def test_what_waits_for_nothing_leaves_registers(tmp_path: Path) -> None:

@@ -142,6 +142,31 @@ PROGRAMS: dict[str, tuple[Any, tuple[Any, ...]]] = {n: (f, a) for n, f, a, _ in 
 
 
 # Rows that are cut into parts although they are short (`planned`).
+def gated(g: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """The gradient of a GLU, and of the bias before it."""
+    s = b.sigmoid()
+    both = torch.cat([g * s, g * a * s * (1 - s)], -1)
+    return both, both.sum(0)
+
+
+def of_heads(*given: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Gradients of queries, keys and values side by side, and of their bias."""
+    rows = given[0].shape[1]
+    both = torch.cat([x.transpose(0, 1).reshape(rows, -1) for x in given], -1)
+    return both, both.sum(0)
+
+
+# Sums of the columns of joined tensors, of which each part is a nest.
+JOINED: dict[str, tuple[Any, tuple[Any, ...]]] = {
+    "gated": (gated, (*(torch.randn(3001, 128) for _ in range(3)),)),
+    "of heads": (
+        of_heads,
+        (*(torch.randint(-4, 5, (4, 2050, 32)).bfloat16() for _ in range(3)),),
+    ),
+    "of odd widths": (of_heads, (*(torch.randn(1, 2050, n) for n in (65, 190, 71)),)),
+}
+
+
 PARTS: dict[str, tuple[Any, tuple[Any, ...]]] = {
     "sum of what rows' statistics make": (
         lambda x, y: (torch.log_softmax(x, -1) * y).sum() / x.shape[0],
@@ -650,7 +675,19 @@ GROUPED: dict[str, tuple[Any, tuple[Any, ...]]] = {
     "grouped: of planes": (of_planes, (torch.randn(4, 6, 16),)),
     "grouped: of columns of planes": (of_columns, (torch.randn(4, 16, 6),)),
 }
-EVERY = PROGRAMS | PARTS | LOOPED | UNROLLED | WINDOWS | UNORDERED | ERF | SCANS | GROUPS | SHARED
+EVERY = (
+    PROGRAMS
+    | JOINED
+    | PARTS
+    | LOOPED
+    | UNROLLED
+    | WINDOWS
+    | UNORDERED
+    | ERF
+    | SCANS
+    | GROUPS
+    | SHARED
+)
 EVERY |= GROUPED | ROW_SPLITS
 
 

@@ -262,8 +262,9 @@ def rearranged(
 
 def restricted(loops: Loops, axis: Axis, low: Index, piece: Axis) -> Loops:
     """The nest where ``low <= axis < low + extent of piece``."""
-    parallel = (piece if a == axis else a for a in loops.parallel)
-    moved = rearranged(loops, {axis: low + piece.index}, parallel, loops.reduced, loops.group_axes)
+    there = {axis: piece}
+    parallel, reduced = ([there.get(a, a) for a in x] for x in (loops.parallel, loops.reduced))
+    moved = rearranged(loops, {axis: low + piece.index}, parallel, reduced, loops.group_axes)
     return _merge(_drop_unit(moved))
 
 

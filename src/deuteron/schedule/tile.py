@@ -510,13 +510,4 @@ def points(tiling: Tiling, axes: set[Axis]) -> float:
     return total
 
 
-__all__ = [
-    "Estimate",
-    "are_dots",
-    "candidates",
-    "crossed",
-    "known",
-    "library_us",
-    "points",
-    "tile_of",
-]
+__all__ = ["Estimate", "candidates", "crossed", "known", "library_us", "points", "tile_of"]

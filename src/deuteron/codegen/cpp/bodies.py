@@ -11,15 +11,15 @@ from dataclasses import dataclass
 
 from deuteron.codegen.cpp import scalars
 from deuteron.codegen.cpp.environment import ROW_SCOPE, Env, ordered_conflicts, write_store
-from deuteron.codegen.cpp.index_sets import (
+from deuteron.codegen.cpp.reductions import Accumulator, combine
+from deuteron.codegen.cpp.row_passes import RowPass, plan
+from deuteron.codegen.index_sets import (
     MAX_CUTS,
     MAX_INDEX_SETS,
     cut_positions,
     pieces,
     repeats_code,
 )
-from deuteron.codegen.cpp.reductions import Accumulator, combine
-from deuteron.codegen.cpp.row_passes import RowPass, plan
 from deuteron.codegen.loops import (
     CrossRowReduce,
     Rewriter,

@@ -13,7 +13,8 @@ from __future__ import annotations
 
 from deuteron.codegen.cpp.axes import vector_axis
 from deuteron.codegen.cpp.environment import ordered_conflicts
-from deuteron.codegen.cpp.index_sets import (
+from deuteron.codegen.cpp.tiles import transposed_axis
+from deuteron.codegen.index_sets import (
     MAX_CUTS,
     MAX_INDEX_SETS,
     cut_positions,
@@ -21,7 +22,6 @@ from deuteron.codegen.cpp.index_sets import (
     pieces,
     repeats_code,
 )
-from deuteron.codegen.cpp.tiles import transposed_axis
 from deuteron.codegen.loops import Loops, Write, restricted
 from deuteron.ir.index import Axis, hint
 

@@ -22,10 +22,10 @@ from deuteron.codegen.cpp.environment import (
     serial_loops,
     size,
 )
-from deuteron.codegen.cpp.index_sets import row_masks
 from deuteron.codegen.cpp.nests import PassWriter
 from deuteron.codegen.cpp.tiles import Tiles, transposed_axis
 from deuteron.codegen.cpp.unroll import interleaved_axis, unroll_parallel
+from deuteron.codegen.index_sets import row_masks
 from deuteron.codegen.loops import (
     Loops,
     Rewriter,

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from deuteron.codegen.cpp.index_sets import index_between_cuts
+from deuteron.codegen.index_sets import index_between_cuts
 from deuteron.codegen.loops import (
     CrossRowReduce,
     Loops,

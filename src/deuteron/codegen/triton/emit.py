@@ -171,8 +171,6 @@ class Emitter(TileState):
                 if has_safe_reciprocal(self, b, bool(fast)):
                     return divided_by_reciprocal(self, a, b, bool(fast))
                 return f"libm.div_by{fast}({self.value(a)}, {self._divisor(b)})"
-            if node in self.inexact.approximate and at_least_one(b):
-                return f"{self.value(a)} * libm.rcp({self.value(b)})"
             if node in self.inexact.approximate:
                 return f"{self.value(a)} / {self.value(b)}"  # within 2 units in the last place
             if at_least_one(b):

@@ -23,6 +23,7 @@ from deuteron.codegen.triton.access_statistics import size
 from deuteron.codegen.triton.contraction import contraction_kernel
 from deuteron.codegen.triton.cooperative import FLAGS_PARAM, may_share_rows
 from deuteron.codegen.triton.emit import size_name
+from deuteron.codegen.triton.joined import split_columns
 from deuteron.codegen.triton.kernel import ALIGNED_CONSTEXPR, Box, Config, TritonKernel
 from deuteron.codegen.triton.nests import Names, write_nest
 from deuteron.codegen.triton.point_tiles import TileConfig
@@ -136,6 +137,11 @@ def with_unrolled_axes(task: Looped, context: Context) -> Looped:
     return replace(task, loops=tuple(unroll_and_jam(n, task.spec) for n in task.loops))
 
 
+def cut_columns(task: Looped, context: Context) -> Looped:
+    """Sums of the columns of joined tensors are a nest for each part."""
+    return replace(task, loops=tuple(part for n in task.loops for part in split_columns(n)))
+
+
 def choose_tiling(task: Looped, context: Context) -> Tiled:
     """How a program's tile covers each nest: shape, warps, stages."""
     nests, spec = task.loops, task.spec
@@ -196,7 +202,8 @@ def write_function(task: Written, context: Context) -> TritonKernel:
     return TritonKernel(
         name=task.name,
         source=function_text(
-            task.name, kernel, tilings, blocks, task.bodies, params, constexprs, layouts, pointers
+            *(task.name, kernel, task.loops, tilings, blocks, task.bodies),
+            *(params, constexprs, layouts, pointers),
         ),
         args=(
             *(("tensor", n) for n in layouts),
@@ -281,6 +288,7 @@ TRITON: Table = (
     Pass("loops", make_loops, verify_looped, looped_text),
     Pass("unroll", with_unrolled_reductions, verify_looped, looped_text),
     Pass("unroll and jam", with_unrolled_axes, verify_looped, looped_text),
+    Pass("index sets", cut_columns, verify_looped, looped_text),
     Pass("tiling", choose_tiling, verify_tiled, tiled_text),
     Pass(
         "index width", measure_indices, "a test of each call's sizes is all it gives", measured_text

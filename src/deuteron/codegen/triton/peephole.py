@@ -16,8 +16,6 @@ from deuteron.ir.expr import Expr
 
 
 def peephole(em: TileState, node: Expr) -> str | None:
-    if node.op == "cast":
-        return _truncation(em, node)
     if node.op == "mul":
         return _gelu(em, node)
     if node.op == "exp":
@@ -27,17 +25,6 @@ def peephole(em: TileState, node: Expr) -> str | None:
     if node.op == "lt" and node.args[0].op == "random" and node.args[1].op == "literal":
         return _bernoulli(em, node.args[0], node.args[1].attr)
     return None
-
-
-def _truncation(em: TileState, node: Expr) -> str | None:
-    """A computed position without its fraction, by way of a whole number of 64 bits, which takes 16
-    times as long. Zeros are positive."""
-    (a,) = node.args
-    if node.dtype != "f32" or a.op != "cast" or a.dtype != "i64" or a.args[0].dtype != "f32":
-        return None
-    if any(n.op in ("load", "random") for n in a.walk()):  # which may be no number
-        return None
-    return f"libm.trunc({em.value(a.args[0])}) + 0.0"
 
 
 def _gelu(em: TileState, node: Expr) -> str | None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 
 from deuteron.base.text import one_line
+from deuteron.codegen.loops import Loops
 from deuteron.codegen.triton.emit import size_name
 from deuteron.codegen.triton.sizes import python_text
 from deuteron.codegen.triton.tiling import Tiling
@@ -27,6 +28,7 @@ from deuteron.codegen.triton import libm
 def function_text(
     name: str,
     kernel: Kernel,
+    loops: Sequence[Loops],
     tilings: Sequence[Tiling],
     blocks: Sequence[Mapping[str, str]],
     bodies: Sequence[list[str]],
@@ -47,8 +49,8 @@ def function_text(
         start.append(f"blocks{i}")
         calls.append(_call(i, name, [*params, *constexprs]))
     main = [*notes, "pid = tl.program_id(0)"]
-    for i, (tiling, names) in enumerate(zip(tilings, blocks, strict=True)):
-        main.append(f"blocks{i} = {_programs(tiling, names, kernel, i)}")
+    for i, (nest, tiling, names) in enumerate(zip(loops, tilings, blocks, strict=True)):
+        main.append(f"blocks{i} = {_programs(tiling, names, nest)}")
     for i, call in enumerate(calls):
         before = " + ".join(start[:i])
         last = i == len(calls) - 1
@@ -65,7 +67,7 @@ def _call(i: int, name: str, args: list[str]) -> str:
     return f"_{name}_{i}(PID, {', '.join(args)})"
 
 
-def _programs(tiling: Tiling, blocks: Mapping[str, str], kernel: Kernel, i: int) -> str:
+def _programs(tiling: Tiling, blocks: Mapping[str, str], loops: Loops) -> str:
     """Triton text of the number of programs of a nest."""
     counts = {d: product(a.extent for a in axes) for d, axes in tiling.dims}
 
@@ -84,9 +86,9 @@ def _programs(tiling: Tiling, blocks: Mapping[str, str], kernel: Kernel, i: int)
         return f"{size_text(counts['x'])} * {cut('r')}"
     if tiling.kind == "rows":
         return cut("x")
-    row_split = kernel.nests[i].row_split
-    assert row_split is not None
-    return f"{row_split[1]} * {cut('r')}" if tiling.tiled else str(row_split[1])
+    assert loops.row_split is not None
+    splits = loops.row_split[1]
+    return f"{splits} * {cut('r')}" if tiling.tiled else str(splits)
 
 
 def size_text(index: Index) -> str:

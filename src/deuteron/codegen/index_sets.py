@@ -102,8 +102,10 @@ def _comparison_changes(n: Expr, axis: Axis) -> list[Index]:
     if c is None or c.value is None or c.value == 0:
         return []
     rest = d - axis.index * c
-    if rest.axes() or any(x.rank == 3 for x in rest.atoms()):
+    if any(x.rank == 3 for x in rest.atoms()):
         return []
+    if rest.axes():
+        return _block_changes(n.op, c.value, rest)
     round_up = (n.op in ("lt", "ge")) == (c.value > 0)
     if rest.value is not None:
         low = -rest.value // c.value  # floor of where a == b
@@ -113,6 +115,17 @@ def _comparison_changes(n: Expr, axis: Axis) -> list[Index]:
     if zero is None:
         return []
     return [zero if round_up else zero + 1]
+
+
+def _block_changes(op: str, step: int, rest: Index) -> list[Index]:
+    """Where the axis counts blocks of `step` places, `rest` is a place in one and a whole number of
+    blocks: between those a comparison with 0 does not change, if it is one of these."""
+    if step < 0:
+        op, step, rest = {"gt": "lt", "le": "ge"}.get(op, ""), -step, rest * -1
+    first = const(dict(rest.terms).get((), 0))
+    inside = is_nonneg(rest - first) and is_nonneg(first + step - 1 - rest)
+    blocks = inside and op in ("lt", "ge") and (first % step).value == 0
+    return [const(-(first.value or 0) // step)] if blocks else []
 
 
 def _minmax_changes(index: Index, axis: Axis) -> Iterator[int]:
