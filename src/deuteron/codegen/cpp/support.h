@@ -127,6 +127,8 @@ template <int n, class T> D_FN f64 d_lanes_flush(T* a) {
 // c[r][v] += sum of a[r][k] b[k][v] (`first`: nothing is there yet): c has rows of whole registers,
 // cm apart, b rows bk apart; a's elements are am apart along r, ak along k. n is rounded up to whole
 // registers. Blocks of the result are in registers (Cascade Lake, 64 x 64 x 64: 135 GFLOP/s a core).
+// What is there is added last: Llama 4 with sums over 16384 places, in blocks of 64, is 7e-7 off so,
+// 2.8e-6 with one after the other.
 #if defined(__AVX512F__) && !defined(__clang__)
 D_FN d_v_f32 d_v_fma(d_v_f32 a, d_v_f32 b, d_v_f32 c) { return (d_v_f32)__builtin_ia32_vfmaddps512_mask(a, b, c, -1, 4); }
 constexpr int d_dot_rows = 6, d_dot_vectors = 4;
@@ -144,7 +146,7 @@ static __attribute__((noinline)) void d_dot_block(f32* c, i64 cm, const f32* a, 
 #pragma GCC unroll 8
   for (int r = 0; r < R; ++r)
 #pragma GCC unroll 8
-    for (int v = 0; v < V; ++v) t[r][v] = first ? d_v_f32{} : d_load<d_v_f32>(c + r * cm + v * N);
+    for (int v = 0; v < V; ++v) t[r][v] = d_v_f32{};
   const f32 *low = a, *high = a + (R / 2) * am;
   for (; k > 0; --k, low += ak, high += ak, b += bk) {
     d_v_f32 x[V];
@@ -160,7 +162,7 @@ static __attribute__((noinline)) void d_dot_block(f32* c, i64 cm, const f32* a, 
 #pragma GCC unroll 8
   for (int r = 0; r < R; ++r)
 #pragma GCC unroll 8
-    for (int v = 0; v < V; ++v) d_store(c + r * cm + v * N, t[r][v]);
+    for (int v = 0; v < V; ++v) d_store(c + r * cm + v * N, first ? t[r][v] : t[r][v] + d_load<d_v_f32>(c + r * cm + v * N));
 }
 template <bool first, int V>
 D_FN void d_dot_rows_of(f32* c, i64 cm, const f32* a, i64 am, i64 ak, const f32* b, i64 bk, i64 m, i64 k) {
