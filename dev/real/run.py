@@ -33,9 +33,7 @@ Row = dict[str, Any]
 # Of a stage (eager's includes starting the process and the candidates passed over), seconds.
 STAGE_S = {"cuda": 240.0, "cpu": 400.0}
 TURN_S = 240.0  # of timing and profiling a model, at most
-TIMES_EACH = (
-    2  # what that takes, as a multiple of the seconds of timing: H200, 4.5 s where they are 3
-)
+TIMES_EACH = 2  # what that takes, in seconds of timing: H200, 4.5 s where those are 3
 WORKER_COMMAND = [sys.executable, "-m", "dev.real.worker"]
 MAX_PROCESSES = 6  # processes for one slot
 

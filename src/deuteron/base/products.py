@@ -166,7 +166,6 @@ __all__ = [
     "LIBRARY_RATES",
     "MAX_WHOLE",
     "MIN_TENSOR_CORE_SIDE",
-    "computed_again",
     "Product",
     "computed_again",
     "generated_us",

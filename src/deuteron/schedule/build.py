@@ -125,8 +125,8 @@ def kernel(
     spec: DeviceSpec,
     name: str,
     device: str,
-    barriers: tuple[int, ...] = (),
-    owner: Mapping[str, str] | None = None,
+    barriers: tuple[int, ...],
+    owner: Mapping[str, str],
 ) -> Kernel:
     """One launch: a nest per group. `owner`: of tensors that live in another's memory."""
     nests: list[Nest] = []
@@ -141,7 +141,6 @@ def kernel(
         writes.update(w)
         nests.append(nest)
         costs.append(cost(g, layouts, keep, spec, whole=True))  # what was split is split
-    owner = owner or {}
     overwrites = [m.name for g in groups for m in g.members if m.compute.target is not None]
     lost = {owner.get(n, n) for n in overwrites}
     return Kernel(

@@ -347,14 +347,14 @@ def sharing_programs(
     if any(e.attr[0] not in EXCHANGED or e.dtype not in EXCHANGED_DTYPES for e in reduced):
         return 0
     points, beside = group.space.size(), set(group.space.parallel)
-    where = dict.fromkeys(i for indices in group.reads.values() for i in indices)
-    axes = {i: frozenset(a for x in i for a in x.axes()) for i in where}
-    whole = [i for i in where if 2 * elements(i) > points]
-    steady = steady_block(axes.values(), group.space.reduced)
-    parts = (axes[i] for i in where if i not in whole)
+    where = [i for indices in group.reads.values() for i in indices]
+    axes = [frozenset(a for x in i for a in x.axes()) for i in where]
+    whole = [2 * elements(i) > points for i in where]
+    steady = steady_block(axes, group.space.reduced)
+    parts = (x for x, all_of_it in zip(axes, whole) if not all_of_it)
     if not steady and any(x & beside and not x <= beside for x in parts):
         return 0  # they would be held element by element
-    values = len(whole) + len(group.scans)
+    values = sum(whole) + len(group.scans)
     each = min(elements_per_program(values, row), steady or row)
     programs = programs_per_row(row, values, spec, each, shareable(group, layouts))
     return programs if programs > 1 else 0

@@ -58,7 +58,6 @@ from deuteron.codegen.triton.fast import (  # noqa: F401 - kernels call them by 
     f32_to_f8e4m3_native,
     f32_to_f8e5m2,
     f32_to_f8e5m2_native,
-    rcp,
     reciprocal_fast,
     round_bf16,
     sigmoid_fast,
