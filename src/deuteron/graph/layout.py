@@ -33,7 +33,7 @@ CONVOLUTIONS = (aten.convolution.default, aten.convolution_backward.default)
 MIN_CHANNELS = 16
 # Bytes of a weight above which a CPU's copies of it go beyond its second cache (`heavy`).
 HEAVY_WEIGHT_BYTES = 1 << 20
-MOST_MALLOC_BYTES = 1 << 17  # of one piece, that the C library takes from memory it keeps
+MOST_KEPT_BYTES = 1 << 17  # of a piece that is freed, which the C library keeps by default
 # Input channels with which no weight gradient writes out of bounds (see `_corrupts`).
 SAFE_CHANNELS = 16
 # Windows of a channel by itself for which the library has fast kernels (`wanted_order`).
@@ -113,12 +113,13 @@ def heavy(node: fx.Node) -> bool:
     channels-last 3.1 and 6.2; of 7 x 7, 512 channels 7.8 and 13.7, 10.4 and 23.6; eight images of
     those 12.9 and 28.8, 14.3 and 45.0. Of 28 x 28, 128 channels 1.21 and 2.34, 1.11 and 2.38; of
     56 x 56, 64 channels 1.47 and 2.55, 1.04 and 2.52. A 1 x 1 window's weight lies alike in both
-    orders. Where each channel is by itself the weight's gradient takes memory of its size again and
-    again, which from 128 KiB on comes from the system: 5 x 5 windows, 1280 channels 1.7 ms, 1344
-    12.6, contiguous 1.9."""
+    orders. Where each channel is by itself the weight's gradient takes f32 of its size again and
+    again, of which the C library gives 128 KiB and more back to the system each time, unless the
+    process has freed larger pieces: 5 x 5 windows, 1280 channels 1.7 ms, 1344 12.6 or 1.8,
+    contiguous 1.9. Windows of 3 x 3 are five times as fast channels-last otherwise."""
     weight, images = _from_image(node)[1].meta["val"], [a.meta["val"] for a in _tensors(node)]
-    alone = _from_image(node)[8] == weight.shape[0] > 1
-    if weight.device.type == "cpu" and alone and weight.nbytes > MOST_MALLOC_BYTES:
+    alone = _from_image(node)[8] == weight.shape[0] > 1 and min(weight.shape[2:]) > 3
+    if weight.device.type == "cpu" and alone and 4 * weight.numel() > MOST_KEPT_BYTES:
         return node.target is aten.convolution_backward.default
     if weight.device.type != "cpu" or not weight.is_contiguous():
         return False
