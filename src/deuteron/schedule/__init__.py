@@ -24,6 +24,7 @@ from deuteron.schedule.fuse import Fusion
 from deuteron.schedule.horizontal import Call, HorizontalFusion, Launch
 from deuteron.schedule.kernel import Schedule
 from deuteron.schedule.layouts import lie_alike, without_copies
+from deuteron.schedule.narrow import narrow
 from deuteron.schedule.normalize import canonical, is_unfused, normalize
 from deuteron.schedule.printer import call_lines, contraction_lines, group_lines, print_schedule
 from deuteron.schedule.recompute import recompute
@@ -71,6 +72,11 @@ class Built(HorizontallyFused):
 
 
 # -- the passes ------------------------------------------------------------------------------------
+
+
+def narrowed(program: Program, context: Context) -> Program:
+    """What is the same along a dimension, without it."""
+    return narrow(program) if context.options.fusion else program
 
 
 def normalized(program: Program, context: Context) -> Normalized:
@@ -264,6 +270,7 @@ def built_text(built: Built) -> str:
 
 KERNELS_TELL = 'its order is checked in the kernels that "build" makes'
 SCHEDULING: Table = (
+    Pass("narrow", narrowed, verify_program, print_program),
     Pass("normalize", normalized, verify_normalized, normalized_text),
     Pass("layouts", lying_alike, verify_normalized, normalized_text),
     Pass("dependencies", depending, verify_grouped, grouped_text),
