@@ -140,14 +140,14 @@ def test_programs_have_two_rows_where_there_are_many(rows: int, turns: int) -> N
 
 
 def test_one_accumulator_for_parts_of_one_shape(tmp_path: Path) -> None:
-    """Where all columns get the same, a row's points are one number, its whole chunks columns."""
+    """A row's points and its whole chunks; where all columns get the same, both are numbers."""
     spec, alike = named_gpu("H200"), r"reduction\d+ = reduction\d+\n"
     assert spec is not None
-    for f, one in ((add, True), (lambda x, i, v: add(x, i, x.new_ones(v.shape)), False)):
+    for f in (add, lambda x, i, v: add(x, i, x.new_ones(v.shape))):
         args = torch.zeros(500, 64), torch.arange(32768) % 7, torch.zeros(32768, 64)
         _, plan = planned(f, *args)
         made = [generate(k, spec) for k in kernels(plan)]
-        assert any(re.search(alike, k.source) for k in made) == one
+        assert any(re.search(alike, k.source) for k in made)
         for kernel in made:
             build(kernel, kernel.configs[0], 90, Options(cache_dir=str(tmp_path)))
 

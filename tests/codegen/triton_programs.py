@@ -675,6 +675,54 @@ GROUPED: dict[str, tuple[Any, tuple[Any, ...]]] = {
     "grouped: of planes": (of_planes, (torch.randn(4, 6, 16),)),
     "grouped: of columns of planes": (of_columns, (torch.randn(4, 16, 6),)),
 }
+
+
+def sampled(value: torch.Tensor, at: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+    """Channels of images at places of their queries, as deformable attention takes them."""
+    found = F.grid_sample(value, at * 2 - 1, padding_mode="zeros", align_corners=False)
+    return (found * weights[:, None]).sum(-1)
+
+
+def turned(x: torch.Tensor, frequencies: torch.Tensor) -> torch.Tensor:
+    """All heads by the same angles."""
+    angles = torch.arange(x.shape[2])[:, None] * frequencies
+    return x * angles.cos() + x.flip(-1) * angles.sin()
+
+
+def attention_on_a_plane(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, rows: torch.Tensor, columns: torch.Tensor
+) -> torch.Tensor:
+    """A bias of a key's row and one of its column."""
+    bias = (rows[..., :, None] + columns[..., None, :]).flatten(-2)
+    return torch.softmax(q @ k.transpose(-1, -2) * 0.25 + bias, -1) @ v
+
+
+def plane(high: int, wide: int, queries: int = 40) -> tuple[torch.Tensor, ...]:
+    some = (torch.randn(1, 2, n, 16) for n in (queries, high * wide, high * wide))
+    return (*some, *(torch.randn(1, 2, queries, n) for n in (high, wide)))
+
+
+# What is the same along an axis, or in a block: `schedule.narrow`, `schedule.repeated`,
+# `Dim.varies`.
+ALIKE: dict[str, tuple[Any, tuple[Any, ...]]] = {
+    "alike: sampled images": (
+        sampled,
+        (torch.randn(3, 32, 5, 7), torch.rand(3, 9, 4, 2) * 1.2 - 0.1, torch.rand(3, 9, 4)),
+    ),
+    "alike: angles of heads": (turned, (torch.randn(2, 16, 24, 8), torch.rand(8))),
+    "alike: angles of odd heads": (turned, (torch.randn(2, 12, 5, 6), torch.rand(6))),
+    "alike: reduced, then read at places of its own": (
+        lambda x, i: (x[:, None].expand(4, 6, 10).exp() * 2).sum(-1)[:, i] + x.sum(),
+        (torch.randn(4, 10), torch.randint(6, (5,))),
+    ),
+    "alike: stored as well": (
+        lambda x: ((y := x[:, None].expand(4, 6, 10).sigmoid()), y.flip(1).cumsum(1)),
+        (torch.randn(4, 10),),
+    ),
+    "alike: rows and columns of keys, in blocks": (attention_on_a_plane, plane(2, 64)),
+    "alike: rows and columns of keys, not in blocks": (attention_on_a_plane, plane(5, 14)),
+    "alike: rows of keys, several in a block": (attention_on_a_plane, plane(16, 8)),
+}
 EVERY = (
     PROGRAMS
     | JOINED
@@ -688,7 +736,7 @@ EVERY = (
     | GROUPS
     | SHARED
 )
-EVERY |= GROUPED | ROW_SPLITS
+EVERY |= GROUPED | ROW_SPLITS | ALIKE
 
 
 @contextmanager

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -131,14 +132,24 @@ class Lowering:
         return min(max(self.depths.get(v.name, 0) for v in values), len(self.scopes) - 1)
 
     def spanned(self, axes: Sequence[Axis] | frozenset[Axis]) -> set[str]:
-        """The dimensions that a value on these axes spans: those of which a program has a block."""
-        found = (self.dim_of[a] for a in axes)
-        return {d.name for d in found if d.block > 1}
+        """The dimensions within whose blocks a value on these axes can differ."""
+        return {d.name for d in self.dims_of(axes) if d.varies({*axes})[0]}
+
+    def dims_of(self, axes: Sequence[Axis] | frozenset[Axis]) -> set[Dim]:
+        return {self.dim_of[a] for a in axes}
 
     def depth_of(self, axes: Sequence[Axis] | frozenset[Axis]) -> int:
-        """The innermost open loop that a value on these axes needs."""
-        needed = {self.dim_of[a].name for a in axes}
-        return max((k for k, s in enumerate(self.scopes) if s.dim in needed), default=0)
+        """The innermost open loop over these axes."""
+        return self.innermost({d.name for d in self.dims_of(axes)})
+
+    def changes_at(self, axes: Sequence[Axis] | frozenset[Axis]) -> int:
+        """The innermost open loop in which a value on these axes is not always the same."""
+        if not self.tiles.whole:  # what a block has is known inside of its loop
+            return self.depth_of(axes)
+        return self.innermost({d.name for d in self.dims_of(axes) if d.varies({*axes})[1]})
+
+    def innermost(self, dims: AbstractSet[str]) -> int:
+        return max((k for k, s in enumerate(self.scopes) if s.dim in dims), default=0)
 
     def value(self, root: Expr) -> Value:
         """The value of an expression, computed in the outermost scope where it can be."""
@@ -163,7 +174,7 @@ class Lowering:
 
     def _depth(self, n: Expr) -> int:
         known = [self.known_at(m.attr[0]) or 0 for m in n.loads()]
-        return max([self.depth_of(n.axes()), *known])
+        return max([self.changes_at(n.axes()), *known])
 
     def _compute(self, n: Expr) -> None:
         if n.op == "load" and n.attr[0] in self.statements:
@@ -209,7 +220,7 @@ class Lowering:
 
     def index(self, index: Index, dtype: str = "i32") -> Value:
         """The number that an index is at each place of its tile."""
-        depth = self.depth_of(index.axes())
+        depth = self.changes_at(index.axes())
         key = (index, dtype)
         known = self.scopes[depth].values.get(key)
         if known is None:
@@ -223,15 +234,21 @@ class Lowering:
         return known
 
     def axis(self, a: Axis) -> Value:
-        depth = self.depth_of((a,))
+        depth = self.changes_at((a,))
         known = self.scopes[depth].values.get(a)
         if known is None:
             dim = self.dim_of[a]
             at = dim.axes.index(a)
             below = product(x.extent for x in dim.axes[at + 1 :])
-            dims = (dim.name,) if dim.block > 1 else ()
-            attr = (dim.name, below, a.extent if at else None)
-            known = self.scopes[depth].values[a] = self.let(depth, "place", dims, "i32", (), attr)
+            inside, between = dim.varies({a})
+            between |= inside and not self.tiles.whole
+            dims = (dim.name,) if inside else ()
+            if inside or between:
+                attr = (dim.name, between, below, a.extent if at else None)
+                known = self.let(depth, "place", dims, "i32", (), attr)
+            else:
+                known = self.let(depth, "literal", (), "i32", attr=0)
+            self.scopes[depth].values[a] = known
         return known
 
     def load(self, n: Expr, args: Sequence[Value]) -> Value:
@@ -365,8 +382,11 @@ class Lowering:
                 return self.dot(s, c.a, c.b, dims, before)
         depth = len(self.scopes) - 1
         scale, body = scaled(body) if s.kind == "max" and self.tiles.powers else (1.0, body)
-        value = self.value(body)
-        over = tuple(d for d in self.dims if d in self.spanned(s.over) & set(value.dims))
+        value, summed = self.value(body), self.spanned(s.over)
+        if not summed <= set(value.dims) and s.kind not in ("max", "min"):
+            every = tuple({*value.dims, *summed})
+            value = self.let(depth, "spread", every, value.dtype, (value,))
+        over = tuple(d for d in self.dims if d in summed & set(value.dims))
         value = self.masked(value, REDUCTIONS[s.kind].identity(body.dtype), s.over)
         left = tuple(d for d in value.dims if d not in over)
         if over:

@@ -24,6 +24,7 @@ from deuteron.schedule.cooperative import (
 from deuteron.schedule.group import Group, Member
 from deuteron.schedule.lanes import LINE_FLOPS
 from deuteron.schedule.programs import Walk, picked_lines, together, walk
+from deuteron.schedule.repeated import shared_of
 from deuteron.schedule.split_reductions import one_pass
 from deuteron.schedule.strides import strided_bytes
 
@@ -145,9 +146,11 @@ def work(
     points, rows = space.size(), hint(space.rows)
     each = {"point": points, "row": rows}
     each["group"] = points // hint(product(a.extent for a in group.group_axes))
-    total = 0.0
+    total, once = 0.0, shared_of(group) if spec.kind == "cuda" else None
     for m in group.members:
         effort = m.issued if exact and spec.kind == "cuda" else m.effort
+        if once is not None and m.level == "point":
+            effort *= once.share
         if spec.kind == "cuda" and m.level == "point" and not exact:
             effort += LINE_FLOPS * picked_lines(m, layouts, space)
         total += effort * (points if m.kind != "point" else each[m.level])

@@ -11,6 +11,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -43,6 +44,21 @@ class Dim:
     def ragged(self) -> bool:
         """Whether the last block may have places that do not exist."""
         return (self.size % self.block).value != 0
+
+    def varies(self, axes: AbstractSet[Axis]) -> tuple[bool, bool]:
+        """Whether a value on these axes can differ within a block, and between two blocks: in
+        blocks of 64, the quotient of a place by 64 is one number, and the remainder what it was."""
+        extents = [a.extent.value for a in self.axes if a.extent.value is not None]
+        if self.ragged or len(self.axes) == 1 or len(extents) < len(self.axes):
+            here = not axes.isdisjoint(self.axes)
+            return here and self.block > 1, here
+        inside, between, below = False, False, 1
+        for a, extent in zip(reversed(self.axes), reversed(extents), strict=True):
+            if a in axes:
+                inside |= below % self.block != 0
+                between |= self.block % (below * extent) != 0
+            below *= extent
+        return inside, between
 
 
 @dataclass(frozen=True)

@@ -485,9 +485,10 @@ class Printer:
         dtype = c.value.dtype
         match c.kind:
             case "place":
-                name, below, extent = c.attr
-                block = self.dims[name].block > 1 and name not in self.first
-                text = f"({name}_at + {name})" if block else f"{name}_at"
+                name, between, below, extent = c.attr
+                parts = [f"{name}_at"] * between
+                parts += [name] * (bool(c.value.dims) and name not in self.first)
+                text = f"({' + '.join(parts) or '0'})" if len(parts) != 1 else parts[0]
                 text = text if below.value == 1 else f"({text} / {self.number_of(below)})"
                 return text if extent is None else f"({text} % {self.number_of(extent)})"
             case "edge":

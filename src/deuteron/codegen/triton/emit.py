@@ -65,6 +65,10 @@ class Emitter(TileState):
             self.scope.add(f"{stem}index = {start}{lanes}{wide}")
             if dim.masked:
                 self.scope.add(f"{stem}mask = {stem}index < {stem}numel")
+        for a in dim.fixed:
+            at = self.fresh(f"{name}_at")
+            self.scope.add(f"{at} = {self._digit_text(dim, a, offset)}")
+            self.scope.axes[a] = at
         self.scope.given |= {name}
         self.starts[name] = offset
         if len(dim.axes) == 1:
@@ -383,6 +387,7 @@ class Emitter(TileState):
         """The text of an index: one variable for the part of each set of dimensions, kept where
         that set is known.
         """
+        index = self._joined(index, frozenset(d.name for d in self.dims.values() if d.fixed))
         for a in [a for m, _ in index.terms for a in m]:  # values that the index needs come first
             self._prepare(a)
         parts: dict[Dims, dict[tuple, int]] = {}
@@ -474,22 +479,20 @@ class Emitter(TileState):
                 return scope.axes[axis]
         dim = self.dims[self.dim_of[axis]]
         scope = self.chain[self.level(frozenset((dim.name,)))]
-        below, inner = self._digits.get(axis) or self._digit(dim, axis)
-        text = f"{dim.stem}index"
-        if below.value != 1:
-            text += f" // {self._factor(below)}"
-        if inner:
-            text = (
-                f"({text}) % {self._factor(axis.extent)}"
-                if below.value != 1
-                else f"{text} % {self._factor(axis.extent)}"
-            )
-        name = text
+        name = text = self._digit_text(dim, axis, f"{dim.stem}index")
         if not text.isidentifier():
             name = self.fresh(dim.name)
             scope.add(f"{name} = {text}")
         scope.axes[axis] = name
         return name
+
+    def _digit_text(self, dim: Dim, axis: Axis, of: str) -> str:
+        """The text of an axis' place where a dimension's is `of`."""
+        below, inner = self._digits.get(axis) or self._digit(dim, axis)
+        text = of if below.value == 1 else f"{of} // {self._factor(below)}"
+        if not inner:
+            return text
+        return f"{text if below.value == 1 else f'({text})'} % {self._factor(axis.extent)}"
 
     def _digit(self, dim: Dim, axis: Axis) -> tuple[Index, bool]:
         """An axis is a digit of its dimension's index: (what its unit is worth, whether others are

@@ -43,7 +43,7 @@ from deuteron.codegen.triton.scope import FULL, Dim, Dims, R, X, bound_name
 from deuteron.codegen.triton.stores import reads_once, stores
 from deuteron.codegen.triton.tiling import Tiling, cross_row_reductions
 from deuteron.ir.expr import Expr
-from deuteron.ir.index import Index, const, product
+from deuteron.ir.index import Axis, Index, const, product
 from deuteron.ir.operations import ITEMSIZE
 from deuteron.ir.program import Layout
 from deuteron.schedule.kernel import Reduce, Scan
@@ -86,8 +86,20 @@ def dims_of(loops: Loops, tiling: Tiling, names: Names) -> tuple[Dim, ...]:
             exact = True
         if tiling.misaligned is not None and name == "r":
             exact = False
-        out.append(Dim(name, axes, names.blocks[name], place, not exact))
+        fixed = _fixed(axes, max(b.of(name) for b in tiling.candidates))
+        if tiling.kind != "points" or tiling.program_axes:
+            fixed = ()
+        out.append(Dim(name, axes, names.blocks[name], place, not exact, fixed=fixed))
     return tuple(out)
+
+
+def _fixed(axes: Sequence[Axis], block: int) -> tuple[Axis, ...]:
+    """Axes of a dimension of which every block has one place: what depends on no others is
+    computed once for a block."""
+    if block == 1:
+        return ()
+    below = [product(a.extent for a in axes[k + 1 :]).value for k in range(len(axes))]
+    return tuple(a for a, n in zip(axes, below, strict=True) if n is not None and n % block == 0)
 
 
 def write_nest(

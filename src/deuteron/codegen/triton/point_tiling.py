@@ -9,7 +9,15 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from deuteron.base.device import DeviceSpec
-from deuteron.codegen.loops import Access, Loops, Write, outermost_first, points_visited, stride
+from deuteron.codegen.loops import (
+    Access,
+    Loops,
+    Write,
+    outermost_first,
+    points_visited,
+    roots_of,
+    stride,
+)
 from deuteron.codegen.triton.access_statistics import below, size, unit_bytes, widest
 from deuteron.codegen.triton.dynamic_bounds import (
     ELEMENTS_PER_THREAD,
@@ -18,6 +26,7 @@ from deuteron.codegen.triton.dynamic_bounds import (
     in_flight,
 )
 from deuteron.codegen.triton.point_tiles import (
+    PLANE_TILES,
     SINGLE_ELEMENT_TILES,
     TileConfig,
     Tiling,
@@ -29,11 +38,14 @@ from deuteron.codegen.triton.point_tiles import (
 from deuteron.ir.index import Axis, hint
 from deuteron.ir.operations import ITEMSIZE
 from deuteron.schedule.programs import power
+from deuteron.schedule.repeated import shared
 
 # Points of rows in blocks of a row: so much more of them at most, with what is masked.
 MAX_PADDED_SHARE = 1.1
 # With so many axes, finding a point's place costs more than its arithmetic.
 MANY_AXES = 4
+# Elements of such a row in a tile at most, where much is the same along it.
+MAX_SHARED_ROW = 128
 # With more at every point, a thread takes few points.
 MANY_ACCESSES = 6
 
@@ -59,6 +71,8 @@ def tile_points(loops: Loops, spec: DeviceSpec) -> Tiling:
         terms, serial_blocks = flight if program_axes else (1, 1)
         tiling = Tiling("points", dims, (tile,), program_axes=program_axes, terms=terms)
         return replace(tiling, serial_blocks=serial_blocks)
+    if (sharing := _shared_work(loops, order)) is not None:
+        return sharing
     other = _second_contiguous(loops, order)
     if other is not None:
         x: tuple[Axis, ...] = (order[-1],)
@@ -76,6 +90,24 @@ def tile_points(loops: Loops, spec: DeviceSpec) -> Tiling:
         wide = any(isinstance(p, Write) and ITEMSIZE[p.dtype] >= 4 for p in loops.statements)
         blocks = SINGLE_ELEMENT_TILES[::-1] if wide else SINGLE_ELEMENT_TILES
     return Tiling("points", (("x", order),), blocks)
+
+
+def _shared_work(loops: Loops, order: tuple[Axis, ...]) -> Tiling | None:
+    """Of points along one axis of which much is the same: it is the last one of y, or x."""
+    found = shared(((e, None) for s in loops.statements for e in roots_of(s)), order)
+    if found is None or len(order) < 2:
+        return None
+    cut = min(order.index(found.axis) + 1, len(order) - 1)
+    y, x = order[:cut], order[cut:]
+    sizes: dict[tuple[int, int, int], None] = {}
+    for elements, warps in PLANE_TILES:
+        if found.axis in y:
+            sizes[found.points, min(power(size(x)), elements // found.points), warps] = None
+        else:
+            wide = min(power(size(x)), MAX_SHARED_ROW)
+            sizes[min(power(size(y)), elements // wide), wide, warps] = None
+    tiles = tuple(TileConfig((("y", a), ("x", b)), w) for a, b, w in sizes)
+    return Tiling("points", (("y", y), ("x", x)), tiles)
 
 
 def accesses_of_points(loops: Loops) -> list[Access]:

@@ -27,6 +27,7 @@ class Dim:
     place: int  # position in the tile
     masked: bool  # whether a block may reach beyond the end
     prefix: str = ""  # of its variables: see `Emitter.widened`
+    fixed: tuple[Axis, ...] = ()  # axes of which a block has one place
 
     @property
     def stem(self) -> str:

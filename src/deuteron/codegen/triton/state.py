@@ -42,7 +42,7 @@ class TileState(Placing[str, Scope]):
         self.along: Dims = self.whole & {"p", "r"}  # of a row
         self.pointers = pointers
         self.index_type = index_type  # "tl.int32", "tl.int64" or the kernel's constexpr name
-        self.dim_of = {a: d.name for d in dims for a in d.axes}
+        self.dim_of = {a: d.name for d in dims for a in d.axes if a not in d.fixed}
         self.inexact = Inexact()
         self.softmax_sums: frozenset[str] = frozenset()  # likewise: names of reductions
         self.policies: dict[Expr, str] = {}  # load -> eviction policy

@@ -182,8 +182,9 @@ class Printer:
         args = [self.spread(a, dims) for a in c.args]
         match c.kind:
             case "place":
-                name, below, extent = c.attr
-                text = name if below.value == 1 else f"{name} // {size_text(below)}"
+                name, between, below, extent = c.attr
+                text = self.base(self.dims[name], bool(dims), between)
+                text = text if below.value == 1 else f"{text} // {size_text(below)}"
                 return text if extent is None else f"({text}) % {size_text(extent)}"
             case "edge":
                 name, last = c.attr
@@ -222,6 +223,15 @@ class Printer:
         if self.fast and operand == "f32" and c.attr in FAST:
             return f"libm.{FAST[c.attr]}({', '.join(args)})"
         return scalars.operation(c.attr, c.value.dtype, args, operand)
+
+    def base(self, d: Dim, inside: bool, between: bool) -> str:
+        """The text of a dimension's places: of the first one of a block where they are alike within
+        it; of those of the first block where all blocks are alike."""
+        if d.block == 1 or (inside and between):
+            return d.name
+        if inside:
+            return f"tl.arange(0, {d.block}).to({self.index_type})"
+        return f"tl.full([], {d.name}_at, {self.index_type})"
 
     def index(self, c: Let, args: Sequence[str]) -> str:
         index, values = c.attr
