@@ -715,6 +715,10 @@ ALIKE: dict[str, tuple[Any, tuple[Any, ...]]] = {
         lambda x, i: (x[:, None].expand(4, 6, 10).exp() * 2).sum(-1)[:, i] + x.sum(),
         (torch.randn(4, 10), torch.randint(6, (5,))),
     ),
+    "alike: counted along": (
+        lambda x: x[:, None].expand(4, 6, 10).exp().cumsum(1) * 2,
+        (torch.randn(4, 10),),
+    ),
     "alike: stored as well": (
         lambda x: ((y := x[:, None].expand(4, 6, 10).sigmoid()), y.flip(1).cumsum(1)),
         (torch.randn(4, 10),),

@@ -16,6 +16,7 @@ from deuteron.ir import expr as E
 from deuteron.ir.expr import Expr
 from deuteron.ir.index import Axis, const
 from deuteron.ir.program import Compute, Extern, Program, contiguous, tensors_read
+from deuteron.schedule.group import bound_axes
 
 
 def narrow(program: Program) -> Program:
@@ -31,7 +32,7 @@ def narrow(program: Program) -> Program:
         if isinstance(d, Compute):
             d = _reading(d, alike)
             if d.name not in kept and d.index is None and d.body.op != "literal":
-                free = d.body.axes()
+                free = d.body.axes().union(bound_axes(d))  # a scan of equal elements is none
                 same = frozenset(
                     k for k, a in enumerate(d.axes) if a not in free and a.extent.value != 1
                 )
