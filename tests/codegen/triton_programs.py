@@ -727,6 +727,52 @@ ALIKE: dict[str, tuple[Any, tuple[Any, ...]]] = {
     "alike: rows and columns of keys, not in blocks": (attention_on_a_plane, plane(5, 14)),
     "alike: rows of keys, several in a block": (attention_on_a_plane, plane(16, 8)),
 }
+
+
+def by_deviations(x: torch.Tensor, g: torch.Tensor, deviations: torch.Tensor) -> Any:
+    """Sums over images and places of what is divided by a number of an image's group."""
+    y = x.view(*deviations.shape, -1, x.shape[-1]) / deviations[..., None, None]
+    s = x.sigmoid()
+    h = g * y.view(x.shape)
+    return h.sum((0, 2)), (h * s * (1 - s)).amax((0, 2)), (g - s).amin((0, 2))
+
+
+def about_means(x: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
+    """A channel's elements, scaled by image, less their mean."""
+    y = x.exp() / scales[:, None, None]
+    return y - y.mean((0, 2), keepdim=True)
+
+
+# Rows that are walked part by part: `Dim.parts`.
+WALKED: dict[str, tuple[Any, tuple[Any, ...]]] = {
+    "walked: blocks": (
+        by_deviations,
+        (torch.randn(3, 4, 512), torch.randn(3, 4, 512), torch.rand(3, 2) + 0.5),
+    ),
+    "walked: masked blocks": (
+        by_deviations,
+        (torch.randn(3, 4, 230), torch.randn(3, 4, 230), torch.rand(3, 2) + 0.5),
+    ),
+    "walked: bf16": (
+        lambda x, g, d: by_deviations(x.float(), g.float(), d),
+        (
+            torch.randn(5, 6, 500).bfloat16(),
+            torch.randn(5, 6, 500).bfloat16(),
+            torch.rand(5, 3) + 0.5,
+        ),
+    ),
+    "walked: stored behind": (about_means, (torch.randn(4, 3, 400), torch.rand(4) + 0.5)),
+    "walked: parts of two axes": (
+        lambda x, a, b: ((x + 2).log2().nan_to_num() / (a[:, None] * b)[..., None, None]).sum(
+            (0, 1, 3)
+        ),
+        (torch.randn(2, 3, 5, 200), torch.rand(2) + 0.5, torch.rand(3) + 0.5),
+    ),
+    "walked: parts of an outer axis": (
+        lambda x, a: ((x + 2).abs() / a[:, None, None, None]).sum((0, 1, 3)),
+        (torch.randn(2, 3, 5, 200).transpose(1, 2), torch.rand(2) + 0.5),
+    ),
+}
 EVERY = (
     PROGRAMS
     | JOINED
@@ -740,7 +786,7 @@ EVERY = (
     | GROUPS
     | SHARED
 )
-EVERY |= GROUPED | ROW_SPLITS | ALIKE
+EVERY |= GROUPED | ROW_SPLITS | ALIKE | WALKED
 
 
 @contextmanager
@@ -761,12 +807,15 @@ def sharing(name: str) -> Iterator[None]:
 def kernels(plan: Scheduled, name: str, gpu: str = "H200") -> list[TritonKernel]:
     looped = name in LOOPED
     with pytest.MonkeyPatch.context() as patch, sharing(name):
-        if looped or name in UNORDERED | SCANS:
+        if looped or name in UNORDERED | SCANS | WALKED:
             patch.setattr(tiling, "ROW_LIMIT", 64)
+        if name in WALKED:
+            patch.setattr(tiling, "PART_BLOCKS", (256,))
         if name in WINDOWS:
             patch.setattr(unroll_and_jam, "LANES_PER_CORE", 0)
         made = [generate(k, spec_of(gpu), Context(Options(verify=True))) for k in plan.kernels]
     assert name not in WINDOWS or made[0].source.count("tl.store(") > 1
+    assert name not in WALKED or any("rpart" in k.source for k in made), "not in parts"
     assert name not in SHARED or any(k.programs_per_row > 1 for k in made), "no cooperative kernel"
     nests = [n for k in made for n in k.source.split("@triton.jit") if "triton_red" in n]
     heads = ("for roffset", "for rback", "if rwhole")

@@ -22,7 +22,7 @@ from deuteron.codegen.precision import (
 from deuteron.codegen.triton import scalars
 from deuteron.codegen.triton.dynamic_bounds import continues, write_reduction
 from deuteron.codegen.triton.peephole import divided_by_reciprocal, has_safe_reciprocal, peephole
-from deuteron.codegen.triton.scope import NONE, Dim, Dims, Scope
+from deuteron.codegen.triton.scope import NONE, PART, Dim, Dims, Scope
 from deuteron.codegen.triton.state import Limits, TileState
 from deuteron.ir import expr as E
 from deuteron.ir.elements import is_loaded
@@ -58,18 +58,27 @@ class Emitter(TileState):
         if name == "x" and self.rotation is not None and self.rotation.step > 1:
             lanes = f"{self.rotation.step} * {lanes}"
         wide = "" if self.index_type == "tl.int32" else f".to({self.index_type})"
+        if dim.parts:
+            self.scope.add(f"rpart = {offset} // rspan")
+            for a, below, inner in self._places_of(dim.parts):
+                text = "rpart" if below.value == 1 else f"rpart // {self._factor(below)}"
+                self.scope.axes[a] = self.fresh("r_at")
+                more = f" % {self._factor(a.extent)}" if inner else ""
+                self.scope.add(f"{self.scope.axes[a]} = {text}{more}")
+            offset = f"{offset} % rspan"
         start = f"{offset} + " if offset != "0" else ""
         if name == "r" and self.rotation is not None:
             self.scope.add(*self.rotation.lanes(f"{start}{lanes}{wide}", dim))
         else:
             self.scope.add(f"{stem}index = {start}{lanes}{wide}")
             if dim.masked:
-                self.scope.add(f"{stem}mask = {stem}index < {stem}numel")
+                end = "rlength" if dim.parts else f"{stem}numel"
+                self.scope.add(f"{stem}mask = {stem}index < {end}")
         for a in dim.fixed:
             at = self.fresh(f"{name}_at")
             self.scope.add(f"{at} = {self._digit_text(dim, a, offset)}")
             self.scope.axes[a] = at
-        self.scope.given |= {name}
+        self.scope.given |= {name} | (PART if dim.parts else NONE)
         self.starts[name] = offset
         if len(dim.axes) == 1:
             self.scope.axes[dim.axes[0]] = f"{stem}index"
@@ -170,7 +179,7 @@ class Emitter(TileState):
             return f"libm.{node.op}_fast({self.value(node.args[0])})"
         if node.op == "div" and node.dtype == "f32":
             a, b = node.args
-            if self.deps(b) < self.deps(a) and a.op != "literal":
+            if self.deps(b) - PART < self.deps(a) - PART and a.op != "literal":
                 fast = "_fast" if node in self.inexact.approximate else ""
                 if has_safe_reciprocal(self, b, bool(fast)):
                     return divided_by_reciprocal(self, a, b, bool(fast))
@@ -486,6 +495,11 @@ class Emitter(TileState):
         scope.axes[axis] = name
         return name
 
+    def _places_of(self, axes: Sequence[Axis]) -> Iterator[tuple[Axis, Index, bool]]:
+        """Of each axis what its unit is worth, and whether others are worth more."""
+        for k, a in enumerate(axes):
+            yield a, product(b.extent for b in axes[k + 1 :]), k > 0
+
     def _digit_text(self, dim: Dim, axis: Axis, of: str) -> str:
         """The text of an axis' place where a dimension's is `of`."""
         below, inner = self._digits.get(axis) or self._digit(dim, axis)
@@ -498,8 +512,7 @@ class Emitter(TileState):
         """An axis is a digit of its dimension's index: (what its unit is worth, whether others are
         worth more).
         """
-        place = dim.axes.index(axis)
-        return product(a.extent for a in dim.axes[place + 1 :]), place > 0
+        return next((n, inner) for a, n, inner in self._places_of(dim.axes) if a == axis)
 
     def _factor(self, index: Index) -> str:
         text = self._sum(index)

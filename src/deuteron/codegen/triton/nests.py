@@ -77,19 +77,18 @@ def dims_of(loops: Loops, tiling: Tiling, names: Names) -> tuple[Dim, ...]:
     """The dimensions of a tiling; one is masked unless every candidate block divides it."""
     out = []
     for place, (name, axes) in enumerate(tiling.dims):
+        parts, axes = (tiling.parts, axes[len(tiling.parts) :]) if name == "r" else ((), axes)
         dim = Dim(name, axes, names.blocks[name], place, True)
         count = dim.count.value
         exact = bool(count) and all((count or 1) % b.of(name) == 0 for b in tiling.candidates)
         if tiling.kind == "row_split" and name == "x":
             exact = whole_blocks(loops, tiling)
-        if tiling.programs_per_row > 1 and name == "x":  # whose blocks are of one row
-            exact = True
-        if tiling.misaligned is not None and name == "r":
-            exact = False
+        exact |= tiling.programs_per_row > 1 and name == "x"  # whose blocks are of one row
+        exact &= tiling.misaligned is None or name != "r"
         fixed = _fixed(axes, max(b.of(name) for b in tiling.candidates))
         if tiling.kind != "points" or tiling.program_axes:
             fixed = ()
-        out.append(Dim(name, axes, names.blocks[name], place, not exact, fixed=fixed))
+        out.append(Dim(name, axes, dim.block, place, not exact, fixed=fixed, parts=parts))
     return tuple(out)
 
 
@@ -159,7 +158,11 @@ def pid(em: Emitter) -> str:
 def header(em: Emitter) -> None:
     """The number of elements along each dimension."""
     for d in em.dims.values():
-        if d.masked or d.name == "r" or em.rank >= 2:
+        if d.parts:
+            em.scope.add(f"rlength = {em.index(d.count)}")
+            em.scope.add(f"rspan = tl.cdiv(rlength, {d.block}) * {d.block}")
+            em.scope.add(f"rnumel = {em.index(product(a.extent for a in d.parts))} * rspan")
+        elif d.masked or d.name == "r" or em.rank >= 2:
             em.scope.add(f"{d.name}numel = {em.index(d.count)}")
 
 
@@ -383,9 +386,8 @@ class Passes:
                 accs.ends()
                 rest = f"for roffset in tl.range(rwhole, rring, {r.block})"
                 self.loop(q, accs, carries, rest, tail=accs.counted)
-            elif r.masked and (accs.reductions or carries):
-                # Whole blocks without masks, then what is left: selects cost as much as the
-                # reduction.
+            elif r.masked and not r.parts and (accs.reductions or carries):
+                # Whole blocks without masks, then the rest: selects cost as much as the reduction.
                 em.scope.add(f"rwhole = rnumel // {r.block} * {r.block}")
                 em.dims["r"] = replace(r, masked=False)
                 self.blocks(q, accs, carries, "rwhole")

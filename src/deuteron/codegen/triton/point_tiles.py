@@ -50,6 +50,7 @@ class Tiling:
     misaligned: tuple[Index, int] | None = None  # address, vector: see `misaligned`
     lane_elements: int = 1  # of a row, which dependent reductions take together
     tiled: bool = False  # a row split without row reductions: blocks of r are programs of their own
+    parts: tuple[Axis, ...] = ()  # the outer axes of r, of which a block has one place
     programs_per_row: int = 1  # cooperating: each holds a block of the row
     cluster: bool = False  # whether the programs of a row reach one another's shared memory
     program_axes: tuple[Axis, ...] = ()  # axes of which a program has one value at a time

@@ -12,6 +12,7 @@ Dims = frozenset[str]
 NONE: Dims = frozenset()
 X: Dims = frozenset("x")
 R: Dims = frozenset("r")
+PART: Dims = frozenset(("part",))  # what a block of r has one of: see `Dim.parts`
 FULL: Dims = X | R
 
 
@@ -28,6 +29,8 @@ class Dim:
     masked: bool  # whether a block may reach beyond the end
     prefix: str = ""  # of its variables: see `Emitter.widened`
     fixed: tuple[Axis, ...] = ()  # axes of which a block has one place
+    # Outer axes, each place of which is a part: a whole number of blocks, walked one by one.
+    parts: tuple[Axis, ...] = ()
 
     @property
     def stem(self) -> str:
@@ -65,4 +68,4 @@ def bound_name(axis: Axis) -> str:
     return f"bound {axis.key}"
 
 
-__all__ = ["FULL", "NONE", "R", "X", "Dim", "Dims", "Scope", "bound_name"]
+__all__ = ["FULL", "NONE", "PART", "R", "X", "Dim", "Dims", "Scope", "bound_name"]

@@ -14,13 +14,18 @@ from deuteron.codegen.precision import (
     Inexact,
 )
 from deuteron.codegen.triton import scalars
-from deuteron.codegen.triton.scope import Dim, Dims, Scope, bound_name
+from deuteron.codegen.triton.scope import PART, Dim, Dims, Scope, bound_name
 from deuteron.ir.expr import Expr
 from deuteron.ir.index import Axis, Index, Value
 
 R: Dims = frozenset("r")
 # Of a tensor whose accesses are checked: the elements that its memory has, and the kernel's name.
 Limits = Mapping[str, tuple[Index, str]]
+
+
+def _without_part(deps: Dims) -> Dims:
+    """What spans a block of r has its part beside it."""
+    return deps - PART if "r" in deps else deps
 
 
 class TileState(Placing[str, Scope]):
@@ -43,6 +48,7 @@ class TileState(Placing[str, Scope]):
         self.pointers = pointers
         self.index_type = index_type  # "tl.int32", "tl.int64" or the kernel's constexpr name
         self.dim_of = {a: d.name for d in dims for a in d.axes if a not in d.fixed}
+        self.dim_of |= {a: "part" for d in dims for a in d.parts}
         self.inexact = Inexact()
         self.softmax_sums: frozenset[str] = frozenset()  # likewise: names of reductions
         self.policies: dict[Expr, str] = {}  # load -> eviction policy
@@ -72,6 +78,12 @@ class TileState(Placing[str, Scope]):
 
     def bound_dep(self, axis: Axis) -> str:
         return bound_name(axis)
+
+    def deps(self, root: Expr) -> Dims:
+        return _without_part(super().deps(root))
+
+    def index_deps(self, index: Index) -> Dims:
+        return _without_part(super().index_deps(index))
 
     def add_deps_of_axis(self, axis: Axis, out: set[str]) -> None:
         if axis in self.dim_of:
