@@ -1,7 +1,7 @@
 """Additions at places that tensors hold, under Triton's interpreter: run as a script it prints one
-line of JSON for each call of each program, with the errors against float64 and eager's. Those of
-`SORTED` run three times: with the order by which they are compiled, with one that is found in two
-levels, two rows for each program, and with the library's sort."""
+line of JSON for each call of each program, with the errors against float64 and eager's. All run by
+comparison and in order, those of `SORTED` three times: with the order by which they are compiled,
+with one that is found in two levels, two rows for each program, and with the library's sort."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from deuteron.codegen.triton import dynamic_bounds
-from deuteron.lower import ordered
+from deuteron.lower import additions, ordered
 from deuteron.lower.ordered import Ordered
 
 aten = torch.ops.aten
@@ -128,6 +128,9 @@ def main() -> None:
     from dev.check.interpret import interpreted
 
     torch.manual_seed(0)
+    additions.COMPARED_US = -1e9
+    run(interpreted, tuple(cases()))
+    additions.COMPARED_US = 1e9
     run(interpreted, tuple(cases()))
     ordered.block_of = lambda points, dtype: 16  # type: ignore[assignment]
     dynamic_bounds.MIN_ROWS_PER_CORE = 0

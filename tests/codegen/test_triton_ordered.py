@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 
 pytest.importorskip("triton")
 
@@ -25,7 +26,7 @@ from deuteron.ir.printer import print_program
 from deuteron.ir.program import Program
 from deuteron.ir.reference import run_program
 from deuteron.ir.verify import verify_program
-from deuteron.lower import ordered
+from deuteron.lower import additions, ordered
 from deuteron.lower.ordered import Ordered
 from deuteron.lower.passes import lower
 from deuteron.runtime.build_triton import build
@@ -41,11 +42,17 @@ SCRIPT = Path(__file__).with_name("ordered_programs.py")
 SORT = "aten.sort.stable"
 
 
+@pytest.fixture(autouse=True)
+def never_compared(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    if request.function.__name__ != "test_few_rows_are_compared":
+        monkeypatch.setattr(additions, "COMPARED_US", 1e9)
+
+
 @pytest.mark.xdist_group("ordered")
 @pytest.mark.parametrize("name", cases())
 def test_values(name: str) -> None:
     entries = [e for e in reported(SCRIPT) if e["program"] == name]
-    assert len(entries) == len(cases()[name][1]) * (3 if name in SORTED else 1)
+    assert len(entries) == len(cases()[name][1]) * (4 if name in SORTED else 2)
     for e in entries:
         assert "failure" not in e, e["failure"]
         assert e["error"] <= 2 * e["eager"] + 1e-6 * e["size"], e
@@ -87,6 +94,31 @@ def test_nothing_is_added_atomically() -> None:
     assert not [r for k in kernels(plan) for r in reasons(k)]
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int32])
+def test_few_rows_are_compared(dtype: torch.dtype) -> None:
+    """Buckets of distances: one reduction, after the places themselves."""
+    points = torch.randn(4, 64, 64).to(dtype), torch.randint(8, (64, 64))
+    _, plan = planned(
+        lambda g, i: g.new_zeros(8, 4).index_put((i,), g.permute(1, 2, 0), accumulate=True), *points
+    )
+    statements = [s for k in kernels(plan) for n in k.nests for s in n.stmts]
+    assert calls(plan) == [] and any(isinstance(s, Reduce) for s in statements)
+    assert not any(isinstance(s, Store) and (s.accumulate or s.scattered) for s in statements)
+
+
+@pytest.mark.parametrize("extent", [(3, 3, 1, 2), (2, 5, 2, 1), (4, 4, 1, 4), (3, 2, 1, 3)])
+def test_overlapping_windows_are_gathered(extent: tuple[int, ...]) -> None:
+    high, wide, dilation, stride = extent
+    size = [1 + (n - 1) * dilation + 4 * stride for n in (high, wide)]
+    x = torch.randn(2, 3 * high * wide, 25)
+    fold = lambda x: F.fold(x, size, (high, wide), dilation, 0, stride)  # noqa: E731
+    program, plan = planned(fold, x)
+    stores = [s for k in kernels(plan) for n in k.nests for s in n.stmts if isinstance(s, Store)]
+    assert len(kernels(plan)) == 1 and not any(s.accumulate or s.scattered for s in stores)
+    (given,) = run_program(program, [x])
+    torch.testing.assert_close(given, fold(x))
+
+
 def test_many_places_are_sorted_by_the_library() -> None:
     """To count who goes before each of them takes longer."""
     _, plan = planned(add, ROWS[0], torch.arange(100_000) % 7, torch.randn(100_000, 32))
@@ -103,7 +135,7 @@ def test_ranks_are_counted_by_many_programs() -> None:
 def test_blocks_are_counted_where_there_are_more_places() -> None:
     """By kernels that are spread over the device, one of them for each of two levels."""
     sizes = ordered.block_of(1000, "i32"), ordered.block_of(32768, "i32")
-    assert sizes[0] == 0 and sizes[1] in ordered.RANK_BLOCKS
+    assert sizes[0] == 0 and sizes[1] in additions.RANK_BLOCKS
     _, plan = planned(add, ROWS[0], torch.arange(32768) % 7, torch.randn(32768, 32))
     assert calls(plan) == []
     counting = [k for k in kernels(plan) if k.flops > 32768 * sizes[1] / 4]
@@ -114,7 +146,7 @@ def test_blocks_are_counted_where_there_are_more_places() -> None:
 def test_places_are_checked_once() -> None:
     """Not in every comparison, where numbers of 64 bits are not narrower than positions."""
     f = lambda g, i: torch.ops.aten.embedding_dense_backward(g, i, 2**20, -1, False)  # noqa: E731
-    assert ordered.packed_dtype(1 << 15, 2**20) == "i64"
+    assert additions.packed_dtype(1 << 15, 2**20) == "i64"
     _, plan = planned(f, torch.empty(1 << 15, 16).bfloat16(), torch.zeros(1 << 15).long())
     nests = [nest for k in kernels(plan) for nest in k.nests]
     roots = [root for nest in nests for root in nest.exprs()]
@@ -163,7 +195,7 @@ def test_one_accumulator_for_parts_of_one_shape(tmp_path: Path) -> None:
     ],
 )
 def test_the_numbers_of_places_and_points(points: int, rows: int, dtype: str | None) -> None:
-    assert ordered.packed_dtype(points, rows) == dtype
+    assert additions.packed_dtype(points, rows) == dtype
 
 
 KINDS: dict[str, Callable[[int, int], torch.Tensor]] = {
@@ -192,7 +224,7 @@ def check_order(i: torch.Tensor, rows: int, block: int, monkeypatch: pytest.Monk
     """The list of places and points is the library's; the sums are eager's, of whole numbers."""
     monkeypatch.setattr(ordered, "block_of", lambda points, dtype: block)
     x, v = torch.zeros(rows, 1), torch.randint(-9, 9, (len(i), 1)).float()
-    monkeypatch.setattr(ordered, "MIN_ORDERED_WIDTH", 1)
+    monkeypatch.setattr(additions, "MIN_ORDERED_WIDTH", 1)
     program = lower(trace(add, (x, i, v)), Context(like="cuda"))
     verify_program(program, "lower")
     (sums,) = program.outputs
@@ -202,7 +234,7 @@ def check_order(i: torch.Tensor, rows: int, block: int, monkeypatch: pytest.Monk
     got, keys = run_program(kept, [x, i, v])
     assert torch.equal(got, add(x, i, v))
     places, points = torch.sort(i, stable=True)
-    assert torch.equal(keys.long(), places << ordered.bits_of(len(i)) | points)
+    assert torch.equal(keys.long(), places << additions.bits_of(len(i)) | points)
 
 
 def test_the_result_is_written_once_in_its_own_dtype() -> None:

@@ -94,6 +94,8 @@ def test_lists_of_one() -> None:
             (lambda x: F.avg_pool3d(x, [2], [1], [1]), image(2, 2, 4, 3, 5)),
             (lambda x: F.unfold(x, 2, 1, 1, 2), image(2, 3, 5, 6)),
             (lambda x: F.fold(x, 5, 2, 1, 0, 1), image(2, 8, 16)),
+            (lambda x: F.fold(x, (9, 8), 3, 1, 1, 2), image(2, 18, 20)),
+            (lambda x: F.fold(x, (11, 9), (3, 2), 2, 0, (2, 1)), image(2, 18, 28)),
         ]
     )
 

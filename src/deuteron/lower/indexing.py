@@ -19,7 +19,7 @@ from deuteron.ir import expr as E
 from deuteron.ir.expr import Expr, cast, index_value, literal, op
 from deuteron.ir.index import Axis, Index, const, product
 from deuteron.ir.operations import FLOATS, REDUCTIONS
-from deuteron.lower import adjoint, ordered
+from deuteron.lower import additions, adjoint, compared, ordered
 from deuteron.lower.access import (
     both,
     computed,
@@ -36,8 +36,6 @@ from deuteron.lower.core import TO_TORCH, TORCH_DTYPES, LowerContext, Value, low
 from deuteron.lower.pointwise import broadcast, compute_dtype, operand, scalar
 from deuteron.lower.positions import exact, inlined
 
-# What memory is accumulated in: atomics of smaller types are slow or absent, and round each time.
-ACCUMULATORS = {"f16": "f32", "bf16": "f32", "bool": "i32", "u8": "i32", "i8": "i32", "i16": "i32"}
 ACCUMULATE_KINDS = {
     "add": "sum",
     "sum": "sum",
@@ -183,17 +181,18 @@ def scatter_into(
         body = cast(cast(body, x.dtype), wide)
         out = adjoint.gathered(ctx, base, preimages, body, mask)
         return make(ctx, x.shape, lambda idx: cast(out.at(idx), x.dtype))
-    wide = ACCUMULATORS.get(x.dtype, x.dtype)
-    if kind in ("sum", "prod") and x.dtype in FLOATS and ctx.on_gpu():
-        repeat = torch.are_deterministic_algorithms_enabled()
-        rows = ordered.rows_of(axes, place, x) if kind == "sum" else None
-        if rows is not None and ordered.worth(ctx, x, rows, repeat):
-            body = cast(cast(body, x.dtype), wide)
-            return ordered.Ordered(ctx, x, rows, place, body, mask).sum()
+    wide = additions.ACCUMULATORS.get(x.dtype, x.dtype)
+    body = cast(cast(body, x.dtype), wide)
+    if ctx.on_gpu() and kind in ("sum", "prod") and x.dtype != "bool":
+        repeat = x.dtype in FLOATS and torch.are_deterministic_algorithms_enabled()
+        rows = additions.rows_of(axes, place, x) if kind == "sum" else None
+        way = additions.choose(ctx, x, rows, repeat) if rows is not None else "atomic"
+        if rows is not None and way != "atomic":
+            summed = {"compared": compared.summed, "ordered": ordered.summed}[way]
+            return summed(ctx, x, rows, place, body, mask)
         if repeat:
             raise ctx.decline("atomic additions have no fixed order, and results are to repeat")
     base = make(ctx, x.shape, lambda idx: cast(x.at(idx), wide))
-    body = cast(cast(body, x.dtype), wide)
     out = ctx.scatter(base, axes, tuple(place), body, kind, mask)
     return make(ctx, x.shape, lambda idx: cast(out.at(idx), x.dtype))
 
@@ -299,7 +298,7 @@ def scatter_along(
     x, indices = at_least_1d(ctx, x), at_least_1d(ctx, indices)
     source = at_least_1d(ctx, source) if isinstance(source, Value) else source
     dtype = x.dtype
-    if mean and ACCUMULATORS.get(dtype) == "f32":  # rounded once, after the division
+    if mean and additions.ACCUMULATORS.get(dtype) == "f32":  # rounded once, after the division
         x = as_type(ctx, x, "f32")
     dim = wrap_dim(dim, x.rank)
 

@@ -15,7 +15,7 @@ split and behind its last one, then the sums of those between.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from deuteron.ir import expr as E
 from deuteron.ir.expr import Expr, cast, index_value, literal, op
@@ -23,7 +23,6 @@ from deuteron.ir.index import (
     Atom,
     Axis,
     Index,
-    Value,
     const,
     floordiv,
     hint,
@@ -31,9 +30,9 @@ from deuteron.ir.index import (
     minimum,
     product,
 )
-from deuteron.ir.operations import ITEMSIZE
 from deuteron.ir.program import Compute, Extern, Layout, ViewArg, contiguous, contiguous_strides
 from deuteron.lower.access import compare, flatten, masked, unflatten
+from deuteron.lower.additions import Rows, bits_of, block_of, is_ranked, is_sparse, packed_dtype
 from deuteron.lower.core import LowerContext, make
 from deuteron.lower.core import Value as Tensor
 
@@ -44,32 +43,16 @@ SPLIT_POINTS = 128
 ANSWER_BITS, DIGIT_BITS = 35, 2
 
 
-@dataclass(frozen=True)
-class Rows:
-    """A tensor as rows that points are added to. `rows` and `columns` are its dimensions, `points`
-    the axes of the points whose places are sorted; each other axis is a column."""
-
-    rows: tuple[int, ...]
-    columns: tuple[int, ...]
-    points: tuple[Axis, ...]
-    along: tuple[Axis, ...]  # the axis of each column
-
-
-def rows_of(axes: Sequence[Axis], place: Sequence[Index], x: Tensor) -> Rows | None:
-    """Which dimensions of x are rows; None where no place is loaded."""
-    columns = {
-        d: a
-        for d, (p, n) in enumerate(zip(place, x.shape, strict=True))
-        for a in axes
-        if p is a.index and a.extent is n and not any(a in q.axes() for q in place if q is not p)
-    }
-    rows = [d for d in range(x.rank) if d not in columns]
-    if not any(isinstance(a, Value) for d in rows for a in place[d].atoms()):
-        return None
-    points = tuple(a for a in axes if a not in columns.values())
-    if not points:
-        return None
-    return Rows(tuple(rows), tuple(columns), points, tuple(columns.values()))
+def summed(
+    ctx: LowerContext,
+    x: Tensor,
+    rows: Rows,
+    place: Sequence[Index],
+    body: Expr,
+    mask: Expr | None,
+) -> Tensor:
+    """x plus, at each of its elements, what the points bring whose place it is."""
+    return Ordered(ctx, x, rows, place, body, mask).sum()
 
 
 class Ordered:
@@ -488,108 +471,4 @@ def behind(a: Expr, b: Expr) -> Expr:
     return op("neg", op("rshift", op("sub", a, b), literal(31, "i32")))
 
 
-# Columns from which rows are worth ordering; what is narrower is added element by element.
-MIN_ORDERED_WIDTH = 16
-# Microseconds that results which repeat are worth: a sort of 32768 places, and what is around it.
-REPEATING_WORTH_US = 35.0
-# On an H200: bytes moved, atomic additions of f32 (in the L2, and, on an H100, elsewhere: those of
-# 8192 x 128 to 100000 x 128 take 36 us) and programs done in a microsecond.
-BYTES_PER_US, CACHED_ATOMICS_PER_US, ATOMICS_PER_US, PROGRAMS_PER_US = 4.5e6, 4.2e5, 3e4, 1640
-CACHE_BYTES = 40e6  # bytes that are in the L2
-# Sorting: up to 4096 places, more, and each of those; times as long by the bytes of a place.
-SORT_US, SORT_FACTORS = (17.0, 28.0, 2.6e-5), {2: 1.0, 4: 1.5, 8: 2.5}
-OVERHEAD_US = 6.0  # what else there is: places, first points, splits
-SMALL_SORT = 4096
-# Ranking: two kernels, and comparisons done in a microsecond, with all and in binary searches; with
-# numbers of 64 bits they take so much longer. H200, us, 8192 places: with all 10, in blocks of 512
-# 2.2 and their searches 3.1; 16384: 33, 2.3 and 6.0 (of 1024 3.2 and 9.2); 32768: 127, 5.4 and 8.2
-# in blocks of 1024 (of 512 3.4 and 11.3), by the library 24.
-RANK_US, COMPARISONS_PER_US, SEARCH_STEPS_PER_US, I64_FACTOR = 2.0, 5.5e6, 1.7e6, 2.0
-# Places that are put in order by themselves, before the others' are searched.
-RANK_BLOCKS = (128, 256, 512, 1024)
-
-
-def is_sparse(points: int, rows: int) -> bool:
-    return 2 * points <= rows
-
-
-def is_ranked(points: int, rows: int) -> bool:
-    dtype = packed_dtype(points, rows)
-    return dtype is not None and ranking_us(points, dtype) < sorting_us(points, rows)
-
-
-def bits_of(count: int) -> int:
-    """Bits of numbers below `count`."""
-    return max(1, (count - 1).bit_length())
-
-
-def packed_dtype(points: int, rows: int) -> str | None:
-    """The dtype that holds a row and a point's number and is not negative."""
-    bits = bits_of(points) + bits_of(rows)
-    return "i32" if bits <= 31 else "i64" if bits <= 63 else None
-
-
-def sorting_us(points: float, rows: float) -> float:
-    sort = SORT_US[0] if points <= SMALL_SORT else SORT_US[1] + SORT_US[2] * points
-    return sort * SORT_FACTORS[2 if rows <= 2**16 else 4]
-
-
-def ranking_us(points: int, dtype: str, block: int | None = None) -> float:
-    """With blocks of so many places, 0: without, None: as is best."""
-    if block is None:
-        block = block_of(points, dtype)
-    slower = I64_FACTOR if dtype == "i64" else 1.0
-    if not block:
-        return RANK_US + points**2 / COMPARISONS_PER_US * slower
-    looks = -(-points // block) * block.bit_length()
-    return (
-        2 * RANK_US + points * (block / COMPARISONS_PER_US + looks / SEARCH_STEPS_PER_US) * slower
-    )
-
-
-def block_of(points: int, dtype: str) -> int:
-    """Places of a block that is put in order by itself; 0: all are compared with all."""
-    return min((0, *RANK_BLOCKS), key=lambda block: ranking_us(points, dtype, block))
-
-
-def worth(ctx: LowerContext, x: Tensor, rows: Rows, repeat: bool) -> bool:
-    """Whether to order the additions: always where results are to `repeat`, else where rows are
-    wide, unless that takes much longer than atomic additions to zeros of f32, and a cast.
-
-    H200, us, ordered and atomic: 50257 x 768 (bf16), 32768 points: 74 and 161; 65536 x 128 (f32),
-    524288: 126 and 140. H100: 100000 x 128 (bf16), 8192 points: 35 and 73.
-    """
-    width, count = (hint(product(x.shape[d] for d in dims)) for dims in (rows.columns, rows.rows))
-    points = hint(product(a.extent for a in rows.points))
-    own, wide = ITEMSIZE[x.dtype], 8 if x.dtype == "f64" else 4
-    size, added = count * width, points * width
-    sort = sorting_us(points, count)
-    if is_ranked(points, count):
-        sort = ranking_us(points, packed_dtype(points, count) or "i64")
-    filled = points if is_sparse(points, count) else count
-    programs = filled if width >= 64 else filled * width / 256
-    ordered = (
-        sort + OVERHEAD_US + max((size + added) * own / BYTES_PER_US, programs / PROGRAMS_PER_US)
-    )
-    atomic = size * wide / BYTES_PER_US + added / (
-        CACHED_ATOMICS_PER_US if size * wide <= CACHE_BYTES else ATOMICS_PER_US
-    )
-    if own < wide:
-        atomic += size * (own + wide) / BYTES_PER_US
-    accepted = repeat or width >= MIN_ORDERED_WIDTH and ordered <= atomic + REPEATING_WORTH_US
-    ctx.record.add(
-        "decision",
-        subject="order",
-        accepted=accepted,
-        reason="results repeat" if accepted else "atomic additions are faster",
-        detail=f"{points} rows of {width} added to {count}: {ordered:.0f} us in order, "
-        f"{atomic:.0f} us atomically",
-        first=ctx.node.name if ctx.node is not None else "",
-        second="",
-        bytes=0,
-        us=round(atomic - ordered, 3),
-    )
-    return accepted
-
-
-__all__ = ["Ordered", "Rows", "rows_of", "worth"]
+__all__ = ["summed"]

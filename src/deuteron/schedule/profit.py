@@ -9,9 +9,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from deuteron.base.device import DeviceSpec
+from deuteron.base.device import DeviceSpec, additions_us
 from deuteron.base.memo import MEMO
 from deuteron.base.scans import EXCHANGED_DTYPES, MAX_SCANS, bandwidth, in_blocks
+from deuteron.ir.elements import is_loaded
 from deuteron.ir.index import Axis, Index, Mod, Value, const, hint, product
 from deuteron.ir.operations import ITEMSIZE
 from deuteron.ir.program import Layout
@@ -108,6 +109,18 @@ def bytes_written(m: Member, layout: Layout, points: int) -> int:
         each = ITEMSIZE[layout.dtype]
         return min(hint(layout.numel), points) * each * (2 if m.compute.accumulate else 1)
     return bytes_of(layout)
+
+
+def added_us(group: Group, layouts: Mapping[str, Layout]) -> float:
+    """What the largest of the group's additions at loaded places takes at least, on a GPU."""
+    return max(
+        (
+            additions_us(group.space.size(), bytes_of(layouts[m.name]))
+            for m in group.members
+            if m.kind == "write" and m.compute.accumulate and any(map(is_loaded, m.index))
+        ),
+        default=0.0,
+    )
 
 
 _INNER: dict[tuple[tuple[Index, ...], tuple[Index, ...]], frozenset[Axis]] = MEMO.answers()
@@ -303,6 +316,7 @@ def cost(
     if spec.kind == "cuda":
         how = walked(group, layouts, stored, spec)
         busy = how.busy(spec.memory_us(moved) / max(share, 1e-3), issued, spec)
+        busy = max(busy, added_us(group, layouts))
         waits = how.waits()
         us = together(busy, waits, how.waves(spec))
         found = Cost(moved, done, share, us, busy, waits)
