@@ -108,6 +108,13 @@ def test_wide_results_stay() -> None:
     assert traced(gradient, width=2 * S)[1] == 0
 
 
+def test_sums_of_few_rows_stay() -> None:
+    """Scores of one query are in memory."""
+    torch.manual_seed(0)
+    w, v, g = torch.randn(B, 1, S), torch.randn(B, S, D), torch.randn(B, 1, D)
+    assert pull_out(make_fx(gradient, tracing_mode="fake")(w, v, g), Record()) == 0
+
+
 def test_sizes_that_change_get_no_guard() -> None:
     gm, count = traced(gradient, mode="symbolic")
     assert count == 0

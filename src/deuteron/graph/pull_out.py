@@ -24,7 +24,7 @@ import torch
 from torch import fx
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
-from deuteron.base.products import computed_again
+from deuteron.base.products import MIN_TENSOR_CORE_SIDE, computed_again
 from deuteron.base.record import Record
 from deuteron.graph import ops
 from deuteron.graph.edit import Editor
@@ -136,9 +136,12 @@ def pull_out(gm: fx.GraphModule, record: Record) -> int:
 
 def scores_stay(factor: torch.Tensor) -> bool:
     """Whether a factor's products are in memory anyway, so that a sum over their rows costs
-    nothing. It is more exact: what cancels in the rows' gradients is rounded alike. VideoPrism in
-    f32, 4096 keys, H200: gradients of the queries' weights 5e-6 off, pulled out 4e-5."""
-    return factor.dtype == torch.float32 and not computed_again("f32", factor.device.type)
+    nothing: those that are not cheap, or of few rows. It is more exact: what cancels in the rows'
+    gradients is rounded alike. H200, gradients of the queries' weights: VideoPrism in f32, 4096
+    keys, 5e-6 off, pulled out 4e-5; CrossViT in bf16, one query and 1157 keys, pulled out 1.4e-1,
+    eager's 5e-2."""
+    few = statically_known_true(factor.shape[-2] < MIN_TENSOR_CORE_SIDE)
+    return few or (factor.dtype == torch.float32 and not computed_again("f32", factor.device.type))
 
 
 def pulled(
