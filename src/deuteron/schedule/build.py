@@ -24,6 +24,7 @@ from deuteron.schedule.contract import Contracted
 from deuteron.schedule.group import Group, Member
 from deuteron.schedule.horizontal import Call, Launch
 from deuteron.schedule.kernel import Kernel, Nest, Reduce, Schedule, Step, Store
+from deuteron.schedule.picked import picked
 from deuteron.schedule.profit import Cost, cost, kernel_us
 
 MAX_NAME_LENGTH = 72
@@ -172,7 +173,7 @@ def contracted(step: Contracted, layouts: dict[str, Layout], name: str) -> Kerne
         bytes=round(step.estimate.bytes),
         flops=step.estimate.flops,
         predicted_us=step.estimate.us,
-        contraction=(step.nest, step.tiling),
+        contraction=picked(step.nest, step.tiling),
     )
 
 

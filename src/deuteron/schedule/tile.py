@@ -25,6 +25,7 @@ from deuteron.schedule.boxes import box_of
 from deuteron.schedule.dimensions import Group, apart, dimensions, is_nested
 from deuteron.schedule.lanes import LINE_FLOPS, Steps, most_lines, scattered, steps_of
 from deuteron.schedule.loop_passes import Shares
+from deuteron.schedule.picked import picks, places_of, tables
 from deuteron.schedule.programs import places, power
 from deuteron.schedule.tiling import Dim, Tiling
 
@@ -53,6 +54,8 @@ PROGRAM_US = 2.5
 # only between summing rows in a loop and before it; not measured by itself. The figures of chains
 # with several inner products were measured with it.
 LOAD_FLOPS = 16
+# What becomes of what tensor cores pick for an element (`schedule.picked`), in FLOPs.
+PICK_FLOPS = 8
 # What of the peak the arithmetic of products' factors and results reaches: an instruction is two
 # FLOPs there, and few warps wait for one another's. In chains' figures it is contained. H200, 18
 # programs with GELU, SiLU and norms before and behind products.
@@ -356,21 +359,26 @@ class Estimator:
         self.shares, self.kind = Shares(nest), nest.unit
         self.nested = [s for s in nest.reductions.values() if is_nested(nest, s)]
         self.reads, self.vectors, self.brought = _reads(nest, layouts), [], []
-        self.accesses: list[tuple[str, Steps, set[Axis], int, float]] = []
+        self.accesses: list[tuple[str, Expr | None, Steps, set[Axis], int, float]] = []
+        self.tables = tables(nest)
         for s in nest.statements:
             product = isinstance(s, Reduce) and s.name in nest.contractions
             sides = (*s.body.args,) if isinstance(s, Reduce) and product else roots(s)
             self.vectors.append([(flops(e), set(nest.axes_of(e))) for e in sides])
             loads = [n for e in sides if not (product and _plain(e)) for n in e.loads()]
             read = (n for n in loads if n.attr[0] not in nest.reductions)
-            self.brought.append([set(nest.axes_of(n)) for n in read])
+            self.brought.append([(n, set(nest.axes_of(n))) for n in read])
             self.accesses += _accesses(nest, layouts, s)
         self.stored = sum(layouts[x.tensor].nbytes_hint for x in nest.stores)
 
     def of(self, tiling: Tiling) -> Estimate:
         nest, spec, cut = self.nest, self.spec, self.shares.of(tiling)
         programs = tiling.programs()
+        products = {n: found for n in self.tables if (found := picks(tiling, n)) is not None}
         tensor, vector, brought = 0.0, 0.0, 0.0
+        for n, (_, axis) in products.items():
+            places = points(tiling, set(nest.axes_of(n)))
+            tensor, vector = tensor + 4.0 * places * places_of(axis), vector + PICK_FLOPS * places
         for s, sides, loads in zip(nest.statements, self.vectors, self.brought, strict=True):
             axes = set(nest.lives(s)) | (set(s.over) if isinstance(s, Reduce) else set())
             share = cut.get(s.name, 1.0) if isinstance(s, Reduce) else 1.0
@@ -383,7 +391,11 @@ class Estimator:
                     vector += work * points(tiling, where) * share * times
             else:
                 vector += sum(work for work, _ in sides) * places
-            brought += sum(LOAD_FLOPS * points(tiling, where) * share for where in loads)
+            brought += sum(
+                LOAD_FLOPS * points(tiling, where) * share
+                for n, where in loads
+                if n not in products
+            )
         unique = moved = float(self.stored)
         for used, once in self.reads:
             unique += once
@@ -399,7 +411,8 @@ class Estimator:
         compute = sum(held) if together < 2 else max(held) + OVERLAP_SHARE * min(held)
         lines = sum(
             points(tiling, axes) * cut.get(name, 1.0) * scattered(tiling, steps, size, most)
-            for name, steps, axes, size, most in self.accesses
+            for name, load, steps, axes, size, most in self.accesses
+            if load not in products
         )
         slots = spec.cores * together
         waves = math.ceil(programs / slots) * slots / programs if programs > slots else 1.0
@@ -440,16 +453,17 @@ def _reads(nest: Nest, layouts: Mapping[str, Layout]) -> list[tuple[set[Axis], f
 
 def _accesses(
     nest: Nest, layouts: Mapping[str, Layout], s: Statement
-) -> Iterator[tuple[str, Steps, set[Axis], int, float]]:
+) -> Iterator[tuple[str, Expr | None, Steps, set[Axis], int, float]]:
     """Where a statement reads and writes memory, and how large an element is."""
     name = s.name if isinstance(s, Reduce) else ""
-    read = [(n.attr[:2], nest.axes_of(n)) for e in roots(s) for n in e.loads()]
-    written = [((s.tensor, s.index), nest.lives(s))] if isinstance(s, Store) else []
-    for (tensor, at), axes in (*read, *written):
+    read = [(n, n.attr[:2], nest.axes_of(n)) for e in roots(s) for n in e.loads()]
+    written = [(None, (s.tensor, s.index), nest.lives(s))] if isinstance(s, Store) else []
+    for load, (tensor, at), axes in (*read, *written):
         if tensor not in nest.reductions:
             layout = layouts[tensor]
             size = ITEMSIZE[layout.dtype]
-            yield name, steps_of(layout, at, axes), set(axes), size, most_lines(layout)
+            steps = steps_of(layout, at, axes)
+            yield name, load, steps, set(axes), size, most_lines(layout)
 
 
 def repeated(nest: Nest, tiling: Tiling, s: Reduce, spec: DeviceSpec) -> tuple[float, float]:
