@@ -280,3 +280,15 @@ def test_halves_that_decide_places_are_compared_unrounded_too() -> None:
     x, b = torch.randn(5, 7).bfloat16(), torch.tensor([-1.0, 0.0, 0.5]).bfloat16()
     made = torch.compile(f, backend="deuteron", options={"verify": True})(x, b)
     assert torch.equal(made[0], f(x, b)[0]) and made[1].shape == (5, 7)
+
+
+def test_what_is_the_same_along_a_dimension_is_right() -> None:
+    """Kernels have one place of it, the program all."""
+
+    def f(x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+        return y * x[:, None].expand(-1, 6, 10).exp().sum(0), (y + 1).sum()
+
+    x, y = torch.randn(4096, 10), torch.randn(300, 6, 10)
+    made = torch.compile(f, backend="deuteron", options={"verify": True})(x, y)
+    for got, wanted in zip(made, f(x, y), strict=True):
+        torch.testing.assert_close(got, wanted, rtol=1e-4, atol=1e-3)

@@ -17,6 +17,7 @@ from deuteron.codegen.triton.generate import generate
 from deuteron.ir import expr as E
 from deuteron.ir.expr import flops
 from deuteron.ir.index import Axis, const
+from deuteron.schedule.cooperative import programs_per_row
 from deuteron.schedule.narrow import narrow
 from deuteron.schedule.repeated import MIN_SAVED, MOST_POINTS, shared
 from deuteron.schedule.tiling import Dim
@@ -113,3 +114,10 @@ def test_rows_of_keys_are_one_number_in_a_block() -> None:
     columns = "arg1_1"  # of the two parts of the bias, the second one
     assert columns in names and columns in before.split("= pid")[-1] and columns not in inside
     assert re.search(r"tl.full\(\[\], \w+_at, tl.int32\) // 64", inside)
+
+
+def test_rows_of_nothing_that_is_read_are_shared_by_programs() -> None:
+    """Of random numbers."""
+    assert programs_per_row(1 << 16, 0, spec_of("H200")) == programs_per_row(
+        1 << 16, 1, spec_of("H200")
+    )

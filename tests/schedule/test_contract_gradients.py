@@ -5,7 +5,9 @@ from __future__ import annotations
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
 from deuteron.base import products
 from tests.schedule.contraction_programs import CHAINS, PROGRAMS, B, H, S, inputs
@@ -45,6 +47,31 @@ def test_gradients_are_right(name: str) -> None:
         assert not plan.calls and len(plan.kernels) <= 4  # one may be for sums of rows
         assert len(plan.kernels) - len(plan.contractions) <= 1
         assert all(n < SCORES for n in written(plan)), written(plan)
+
+
+def steps_of_one_square_weight(x: Tensor, w: Tensor, b: Tensor) -> Tensor:
+    def first(x: Tensor, w: Tensor, b: Tensor) -> Tensor:
+        return torch.tanh(F.gelu(x + b) @ w).clamp(-1, 1).exp()
+
+    def second(x: Tensor, w: Tensor, b: Tensor) -> Tensor:
+        return torch.tanh(x @ w)
+
+    def third(x: Tensor, w: Tensor, b: Tensor) -> Tensor:
+        return (x @ w).softmax(-1) * x
+
+    for step in (first, second, third):
+        x = checkpoint(step, x, w, b, use_reentrant=False)
+    return x
+
+
+def test_rows_and_columns_of_a_square_are_two_axes() -> None:
+    """All products of the weight's gradient read what the others have at one axis."""
+    torch.manual_seed(0)
+    args = [torch.randn(5, 4), torch.randn(4, 4), torch.randn(1, 4)]
+    for a in args:
+        a.requires_grad_()
+    plan = trained(steps_of_one_square_weight, *args)
+    check(plan, steps_of_one_square_weight, args)
 
 
 def weights(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:

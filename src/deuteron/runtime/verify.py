@@ -132,6 +132,13 @@ def compare(
     return Difference(name, wrong, got.numel(), at, got[at].item(), want[at].item())
 
 
+def widened(t: Tensor, like: Tensor) -> Tensor:
+    """A result of which one place was computed along dimensions on which all are the same
+    (`schedule.narrow`), at all of them."""
+    alike = t.dim() == like.dim() and all(n in (1, m) for n, m in zip(t.shape, like.shape))
+    return t.expand(like.shape) if alike else t
+
+
 def comparable(t: Tensor) -> bool:
     """Whether elements have an order and a difference, as those that kernels make have."""
     return t.layout == torch.strided and t.dtype in COMPARED_TYPES
@@ -312,6 +319,7 @@ class Watcher:
     ) -> None:
         """The kernel's results are those of the program's definitions."""
         names = [n for n, _ in kernel.writes if n in meaning.computes]
+        whole = {n: tensors[n] for n in names}
         for n in names:
             want = meaning.of(n, sizes)
             if want is None:
@@ -319,15 +327,16 @@ class Watcher:
             other = meaning.of(n, sizes, meaning.perturbed(0))
             assert other is not None
             slack = meaning.spread(n, want, sizes)
-            difference = compare(n, tensors[n], want, other, slack=slack)
+            whole[n] = widened(tensors[n], want)
+            difference = compare(n, whole[n], want, other, slack=slack)
             if difference is not None:
                 self.fail(kernel, difference, given, {**given, n: want}, sizes, "schedule")
         for n in names:
-            difference = self.as_traced(n, tensors[n], meaning)
+            difference = self.as_traced(n, whole[n], meaning)
             if difference is not None:
                 self.fail(kernel, difference, given, {**given, n: tensors[n]}, sizes, "lower")
         for n in names:
-            meaning.note(n, tensors[n])
+            meaning.note(n, whole[n])
 
     def as_traced(self, name: str, got: Tensor, meaning: Meaning) -> Difference | None:
         """How a tensor is not what the traced graph says, as far as that can be computed."""

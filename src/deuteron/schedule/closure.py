@@ -123,7 +123,7 @@ class _Closure:
                     for mine, theirs in zip(here, place, strict=True):
                         for a in c.axes:
                             equal = None if a in table else _solved(mine, theirs, a)
-                            if equal is not None:
+                            if equal is not None and all(_apart(equal, i) for i in table.values()):
                                 table[a] = equal
                 maker = self.computes.get(name)
                 if maker is not None:
@@ -304,6 +304,12 @@ def _solved(mine: Index, theirs: Index, a: Axis) -> Index | None:
         if a.extent is other.extent and substitute(mine, {a: atom(other)}) is theirs:
             return atom(other)
     return None
+
+
+def _apart(a: Index, b: Index) -> bool:
+    """Whether neither tells of the other: they have no digit in common."""
+    left, right = ({d for atoms, _ in i.terms for d in atoms} for i in (a, b))
+    return not left & (right | b.axes()) and not right & a.axes()
 
 
 def _is_whole(index: Index, extent: Index) -> bool:

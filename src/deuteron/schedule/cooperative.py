@@ -83,7 +83,7 @@ def programs_per_row(
     lines from anywhere; H200, layer norm, 4096 rows of 65535, us: in loops 1068, shared 837)."""
     count = -(-row // (each or elements_per_program(held, row)))
     fits = count <= spec.cores and count <= (
-        MAX_PROGRAMS_OF_ONE_VALUE if held == 1 else MAX_HELD_VALUES // held
+        MAX_PROGRAMS_OF_ONE_VALUE if held <= 1 else MAX_HELD_VALUES // held
     )
     pays = spec.kind == "cuda" and row >= MIN_COOPERATIVE_ROW and (same_alignment or row % 8 == 0)
     return count if pays and fits else 0
