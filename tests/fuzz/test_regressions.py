@@ -91,6 +91,12 @@ REGRESSIONS: dict[str, Case] = {
         (lambda: [f(4, 5), f(4, 5, grad=True), f(4, 5)],),
         BACKWARD,
     ),
+    # Dynamo's number in place of a tensor became one of float32
+    "numbers of what is added in place": Case(
+        """w = x.double()
+        return w.addcmul_(y.double(), z.double(), value=0.3), w.addcdiv_(w, w.exp(), value=-0.1)""",
+        (lambda: [f(4, 5), f(4, 5), f(4, 5)],),
+    ),
     "recomputed from a view of what is overwritten": Case(
         """w = (x[1:] * 2).sin() * y
         x.mul_(0.5)

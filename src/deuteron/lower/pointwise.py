@@ -165,7 +165,7 @@ WITH_NUMBERS = frozenset(
         *("bitwise_left_shift", "bitwise_right_shift", "__lshift__", "__rshift__"),
         *("addcmul", "addcdiv", "bucketize", "searchsorted"),
     )
-)
+) | {"prims.fma"}
 
 
 def quotient(ctx: LowerContext, name: str, x: Expr, y: Expr) -> Expr:
