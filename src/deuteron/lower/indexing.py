@@ -187,9 +187,10 @@ def scatter_into(
         repeat = x.dtype in FLOATS and torch.are_deterministic_algorithms_enabled()
         rows = additions.rows_of(axes, place, x) if kind == "sum" else None
         way = additions.choose(ctx, x, rows, repeat) if rows is not None else "atomic"
-        if rows is not None and way != "atomic":
-            summed = {"compared": compared.summed, "ordered": ordered.summed}[way]
-            return summed(ctx, x, rows, place, body, mask)
+        if rows is not None and way == "compared":
+            return compared.summed(ctx, x, rows, place, body, mask)
+        if rows is not None and way == "ordered":
+            return ordered.Ordered(ctx, x, rows, place, body, mask).sum()
         if repeat:
             raise ctx.decline("atomic additions have no fixed order, and results are to repeat")
     base = make(ctx, x.shape, lambda idx: cast(x.at(idx), wide))

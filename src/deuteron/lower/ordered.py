@@ -43,18 +43,6 @@ SPLIT_POINTS = 128
 ANSWER_BITS, DIGIT_BITS = 35, 2
 
 
-def summed(
-    ctx: LowerContext,
-    x: Tensor,
-    rows: Rows,
-    place: Sequence[Index],
-    body: Expr,
-    mask: Expr | None,
-) -> Tensor:
-    """x plus, at each of its elements, what the points bring whose place it is."""
-    return Ordered(ctx, x, rows, place, body, mask).sum()
-
-
 class Ordered:
     """One ordered sum: the definitions that compute it, in order."""
 
@@ -471,4 +459,4 @@ def behind(a: Expr, b: Expr) -> Expr:
     return op("neg", op("rshift", op("sub", a, b), literal(31, "i32")))
 
 
-__all__ = ["summed"]
+__all__ = ["Ordered"]

@@ -9,15 +9,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from deuteron.base.device import LINE_BYTES
 from deuteron.base.memo import MEMO
 from deuteron.ir.index import Axis, Index, Value, hint
 from deuteron.ir.program import Layout
 from deuteron.schedule.tiling import Dim, Tiling
 
-# Bytes of a line; lanes that one may serve at once; what answering it takes, in FLOPs of the f32
+# Lanes that a line may serve at once; what answering it takes, in FLOPs of the f32
 # units (a clock). H200, bf16, products of patches whose weights lie 8, 32 and 512 bytes apart along
 # the sum: 27, 123 and 114 us, of which this makes 46, 70 and 112; 7, 15 and 7 without it.
-LINE_BYTES, LANES, LINE_FLOPS = 128, 32, 256
+LANES, LINE_FLOPS = 32, 256
 
 Steps = dict[Axis, int | None]  # elements of memory from one place of an axis to the next
 

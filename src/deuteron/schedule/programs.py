@@ -10,14 +10,14 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
-from deuteron.base.device import DeviceSpec
+from deuteron.base.device import LINE_BYTES, DeviceSpec
 from deuteron.base.memo import MEMO
 from deuteron.ir.evaluate import assumed, evaluate
 from deuteron.ir.index import Axis, Index, hint, product
 from deuteron.ir.operations import ITEMSIZE
 from deuteron.ir.program import Layout
 from deuteron.schedule.group import Group, Member
-from deuteron.schedule.lanes import LANES, LINE_BYTES, LINE_FLOPS, picking
+from deuteron.schedule.lanes import LANES, LINE_FLOPS, picking
 from deuteron.schedule.space import Space
 
 # Elements of a program's block: of short rows together, of a long row in a loop, of columns in one,

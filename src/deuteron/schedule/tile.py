@@ -376,7 +376,7 @@ class Estimator:
         programs = tiling.programs()
         products = {n: found for n in self.tables if (found := picks(tiling, n)) is not None}
         tensor, vector, brought = 0.0, 0.0, 0.0
-        for n, (_, axis) in products.items():
+        for n, axis in products.items():
             places = points(tiling, set(nest.axes_of(n)))
             tensor, vector = tensor + 4.0 * places * places_of(axis), vector + PICK_FLOPS * places
         for s, sides, loads in zip(nest.statements, self.vectors, self.brought, strict=True):
