@@ -44,7 +44,7 @@ MAX_FUNCTION_LINES = 80
 # gradients of attention, the copy engine, dropout and loaded bounds in them, to 40,174 with
 # losses in chunks of rows, and attention with computed masks, to 41,024 with loops of products that
 # programs share: one query, many keys, and to 41,033 with what such programs may not overwrite.)
-COMPILER_LINES = 41_447
+COMPILER_LINES = 41_448
 SLACK = 100
 
 

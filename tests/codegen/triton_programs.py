@@ -783,6 +783,10 @@ WALKED: dict[str, tuple[Any, tuple[Any, ...]]] = {
         lambda x, a: ((x + 2).abs() / a[:, None, None, None]).sum((0, 1, 3)),
         (torch.randn(2, 3, 5, 200).transpose(1, 2), torch.rand(2) + 0.5),
     ),
+    "walked: rows that could be held": (
+        lambda x, a: (((x + a[0]).abs() / a[1]).log1p() * a[2]).sum((0, 2)),
+        (torch.randn(8, 4, 196), torch.rand(3, 8, 1, 1) + 0.5),
+    ),
 }
 EVERY = (
     PROGRAMS
@@ -819,9 +823,10 @@ def kernels(plan: Scheduled, name: str, gpu: str = "H200") -> list[TritonKernel]
     looped = name in LOOPED
     with pytest.MonkeyPatch.context() as patch, sharing(name):
         if looped or name in UNORDERED | SCANS | WALKED:
-            patch.setattr(tiling, "ROW_LIMIT", 64)
+            patch.setattr(tiling, "ROW_LIMIT", tiling.ROW_LIMIT if name.endswith("held") else 64)
         if name in WALKED:
             patch.setattr(tiling, "PART_BLOCKS", (256,))
+            patch.setattr(tiling, "MIN_LONG_ROW_BLOCK", 256)
         if name in WINDOWS:
             patch.setattr(unroll_and_jam, "LANES_PER_CORE", 0)
         made = [generate(k, spec_of(gpu), Context(Options(verify=True))) for k in plan.kernels]

@@ -13,14 +13,17 @@ from deuteron.codegen.precision import erf_of_one_plus
 from deuteron.ir import expr as E
 from deuteron.ir.expr import Expr
 
-FAR = 1e37
+# Numbers below it times log2(e) are rounded by at most 8: by so many powers of two are all terms of
+# a row off whose maximum it is.
+FAR = 2.0**27
 LOG2_E = 1.4426950408889634
 
 
 def binary(root: Expr, products: AbstractSet[str]) -> Expr:
     """Exponentials of differences by powers of two, which the machine has: of what is made of
-    `products` one multiplication and subtraction at once. Numbers from memory may be a dtype's
-    least ones, which times log2(e) are infinite: they are subtracted first."""
+    `products` one multiplication and subtraction at once. Far numbers, with which a program may
+    hide a whole row (-1e9, a dtype's least), and those from memory, which may be such, are
+    subtracted first: times log2(e) they are infinite, or rounded by more than there are powers."""
 
     def rule(n: Expr, args: tuple[Expr, ...]) -> Expr | None:
         if n.op != "exp" or n.dtype != "f32" or args[0].op != "sub":
@@ -46,8 +49,7 @@ def tails(root: Expr) -> Expr:
 
 
 def _moderate(e: Expr, products: AbstractSet[str]) -> bool:
-    """Whether it is made of products and numbers far from the end of the range (or minus
-    infinity)."""
+    """Whether it is made of products and numbers that are not far (or minus infinity)."""
     if e.op == "load":
         return e.attr[0] in products
     if e.op == "literal":

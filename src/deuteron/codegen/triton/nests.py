@@ -14,7 +14,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from deuteron.codegen.loops import SPLIT, CrossRowReduce, Loops, Write, stride
+from deuteron.codegen.loops import SPLIT, CrossRowReduce, Loops, Write, stride, unique_nodes
 from deuteron.codegen.precision import inexact, softmax_sums
 from deuteron.codegen.triton.columns import (
     Columns,
@@ -117,9 +117,9 @@ def write_nest(
     if tiling.misaligned is not None:
         single_row = all(b.of("x") == 1 for b in tiling.candidates)
         em.rotation = rotation_of(loops, tiling.misaligned, single_row)
-    for node in (n for root in loops.roots() for n in root.walk()):
-        if node.op == "reduce":
-            em.bound.update(node.attr[1])
+    nodes = unique_nodes(loops.roots())
+    em.bound.update(a for n in nodes if n.op == "reduce" for a in n.attr[1])
+    em.divisions.update(n.args[1] for n in nodes if n.op == "div" and n.dtype == "f32")
     declare_results(loops, em)
     em.barrier_stores = stores_behind_barriers(loops, names, lambda e: em.deps(e) <= em.whole - R)
     row = em.whole - em.along

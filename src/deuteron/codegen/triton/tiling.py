@@ -80,8 +80,10 @@ STORED_ROW_FACTOR = 2
 # 1001 and 8191, us: 381, 374 and 872, 605. Rows that one program holds and only reduces by
 # themselves are not rotated: softmax of 257, 1001, 8191: 164, 340 and 139, 192 and 314, 418.
 MIN_ROTATED_ROW = 1000
-# Blocks of a row that is walked part by part, and what those of a part are of it at most.
-PART_BLOCKS, MAX_MASKED_PART = (4096, 2048, 1024), 1.35
+# Blocks of a row that is walked part by part, how long those of the longest rows are at least, and
+# what those of a part are of it at most.
+PART_BLOCKS, MIN_LONG_ROW_BLOCK, MAX_MASKED_PART = (4096, 2048, 1024, 512, 256), 1024, 1.35
+MAX_HELD_OF_PARTS = 96  # values of parts that a thread holds, one for each of its elements
 MAX_ROW_IN_PARTS = 1 << 30  # whose blocks are counted in 32 bits
 # Elements of a thread in blocks that follow one another in one program.
 SERIAL_ELEMENTS_PER_THREAD = 32
@@ -197,10 +199,11 @@ def _rows(loops: Loops, spec: DeviceSpec, cooperative: bool) -> Tiling:
         programs = _cooperating_programs(loops, nr, values, each, wide, spec) if few else 0
         if programs:
             return _cooperative("rows", x, r, values, each, programs, spec, values == 1 or scans)
-    looped = known and not whole and nr < MAX_ROW_IN_PARTS
-    if looped and not same and (cut := _parts(loops, r)):
-        parts, tile = cut
-        return Tiling("rows", (("x", x), ("r", r)), (tile,), parts=parts)
+    if known and not (columns or across or same) and nr < MAX_ROW_IN_PARTS:
+        whole_row = row_tiles(nx, nr, widest(loops), spec, light=False)[0]
+        if cut := _parts(loops, r, whole_row.per_thread if persistent else None):
+            parts, tile = cut
+            return Tiling("rows", (("x", x), ("r", r)), (tile,), parts=parts)
     if across and not persistent:
         candidates = across_tiles(nx, nr, spec)
     elif persistent and (columns or across):
@@ -223,25 +226,31 @@ def _rows(loops: Loops, spec: DeviceSpec, cooperative: bool) -> Tiling:
     return Tiling("rows", (("x", x), ("r", r)), candidates, persistent, misaligned, lane_elements)
 
 
-def _parts(loops: Loops, r: Axes) -> tuple[Axes, TileConfig] | None:
-    """The outer axes of looped rows on which values of their parts depend, and blocks of one part
-    each; None where these would be short or a good part masked, or reductions depend on one another
-    or count elements of lanes. H200, f32, gradients of a norm of groups by their deviation, 144
-    rows of 8 x 3136, us: 59, 22 so; of batch statistics, 8 x 784: 56, 33. Rows that a program can
-    hold lose by it where they are light (6.3, 12.3; 8.2, 11.4).
+def _parts(loops: Loops, r: Axes, held: int | None) -> tuple[Axes, TileConfig] | None:
+    """The outer axes of rows on which values of their parts depend, and blocks of one part each;
+    `held`: elements of a thread where a program could hold a row. None where parts would be short
+    or a good part masked, reductions depend on one another or count elements of lanes, or a thread
+    can hold them. H200, f32, us: gradients of a norm of groups by their deviation, 144 rows
+    of 8 x 3136: 59, 22 so; of batch statistics, 8 x 784: 56, 33. Rows that could be held, two
+    tensors and three values of a part: 288 of 8 x 784 35, 14 and 30, 13, 576 of 8 x 196 22, 12 and
+    19, 11 (with more warps 15, 11); two and one: 6.3, 12.3; 4.7, 10.
     """
     reductions = {p.name: p for p in loops.statements if isinstance(p, Reduce)}
     plain = all(p.kind in ("sum", "max", "min") for p in reductions.values())
     chained = any(n.attr[0] in reductions for p in reductions.values() for n in p.body.loads())
     if not plain or chained or any(isinstance(p, Scan) for p in loops.statements):
         return None
-    read = [a.address.axes() for a in loops.accesses if not a.store]
-    outer = set[Axis]().union(*(axes & {*r} for axes in read if r[-1] not in axes))
+    along = {(a.tensor, a.address): a.address.axes() for a in loops.accesses if not a.store}
+    of_parts = [axes & {*r} for axes in along.values() if axes & {*r} and r[-1] not in axes]
+    if held is not None and len(of_parts) * held < MAX_HELD_OF_PARTS:
+        return None
+    outer = set[Axis]().union(*of_parts)
     cut = max((k + 1 for k, a in enumerate(r) if a in outer), default=0)
     length = size(r[cut:])
+    least = MIN_LONG_ROW_BLOCK if held is None else 1
     for block in PART_BLOCKS:
-        if cut and -(-length // block) * block <= MAX_MASKED_PART * length:
-            return r[:cut], TileConfig((("x", 1), ("r", block)), block // 256)
+        if cut and block >= least and -(-length // block) * block <= MAX_MASKED_PART * length:
+            return r[:cut], TileConfig((("x", 1), ("r", block)), max(1, block // 256))
     return None
 
 
