@@ -43,8 +43,9 @@ MAX_FUNCTION_LINES = 80
 # generators of points and rows are to move to, to 38,603 when these came to C++, to 39,357 with
 # gradients of attention, the copy engine, dropout and loaded bounds in them, to 40,174 with
 # losses in chunks of rows, and attention with computed masks, to 41,024 with loops of products that
-# programs share: one query, many keys, and to 41,033 with what such programs may not overwrite.)
-COMPILER_LINES = 41_448
+# programs share: one query, many keys, to 41,033 with what such programs may not overwrite,
+# and by 81 with what rounding may do to the references of the self-check.)
+COMPILER_LINES = 41_529
 SLACK = 100
 
 

@@ -17,19 +17,9 @@ from torch._decomp import decomposition_table
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only
 
-# Operators that choose or move elements, or give them away: nothing is rounded.
-MOVING_NAMES = """
-clone copy_ _to_copy cat stack index index_select gather take embedding where roll flip
-constant_pad_nd reflection_pad1d replication_pad1d max min amax amin aminmax cummax cummin sort
-topk maximum minimum fmax fmin relu clamp clamp_min clamp_max threshold abs neg sign sgn floor
-ceil round trunc frac copysign nan_to_num masked_fill index_fill index_put scatter slice_scatter
-select_scatter tril triu diag_embed repeat arange full full_like zeros zeros_like ones ones_like
-new_zeros new_full empty empty_like empty_strided new_empty new_empty_strided rand rand_like randn
-randn_like bernoulli scalar_tensor lift_fresh max_pool2d_with_indices slice_backward
-select_backward index_select_backward bucketize
-"""
-EXACT_OPERATORS = frozenset(MOVING_NAMES.split())
-# Those that ask of their numbers whether they are 0, as casts to bool do.
+from deuteron.runtime.rounding import EXACT_OPERATORS
+
+# Operators that ask of their numbers whether they are 0, as casts to bool do.
 TRUTH_TESTS = frozenset(
     ["logical_and", "logical_or", "logical_xor", "logical_not", "any", "all", "count_nonzero"]
 )

@@ -20,7 +20,8 @@ from deuteron.base.errors import VerifyError
 from deuteron.ir.expr import op
 from deuteron.ir.program import Compute, Program
 from deuteron.memory import plan as memory_plan
-from deuteron.runtime.verify import compare, perturbed
+from deuteron.runtime.rounding import Roundings, moved
+from deuteron.runtime.verify import compare
 
 R = torch.randn
 
@@ -170,11 +171,67 @@ def test_comparison() -> None:
 def test_moved_inputs() -> None:
     for dtype in (torch.float32, torch.bfloat16, torch.float64):
         x = R(1000).to(dtype)
-        y = perturbed(x, 0)
+        y = moved(x)
         change = ((y.double() - x.double()) / x.double()).abs().max()
         assert 0 < change <= 2 * torch.finfo(dtype).eps
     i = torch.arange(4)
-    assert torch.equal(perturbed(i, 0), i)
+    assert torch.equal(moved(i), i)
+    exact = torch.tensor([0.0, -0.0, 1.0, -3.0, torch.inf, -torch.inf])
+    assert torch.equal(moved(exact), exact)
+    assert moved(torch.tensor(torch.nan)).isnan() and moved(torch.tensor(3e38)) != 3e38
+    x = R(50, 40)  # what is computed twice moves alike
+    assert torch.equal(moved(x.amax(1)), moved(x).gather(1, x.argmax(1, True))[:, 0])
+
+
+def test_what_references_compute_is_moved() -> None:
+    """By as much as terms that cancel are rounded; what is only chosen stays."""
+    x = R(1000)
+    y = torch.cat([x, -x[torch.randperm(1000)]])
+    with Roundings():
+        total, largest, shifted, half = y.sum(), y.amax(), y + 1, y.bfloat16() + 1
+    unit = torch.finfo(torch.float32).eps * y.abs().sum()
+    assert 0.1 * unit < abs(total - y.sum()) < 2 * unit
+    assert largest == y.amax() and torch.equal(half, y.bfloat16() + 1)
+    assert bool((shifted != y + 1).float().mean() > 0.9)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_what_cancels_is_right(dtype: torch.dtype) -> None:
+    """What is left are the roundings of values that inputs' roundings do not reach."""
+
+    def program(x: Tensor) -> Tensor:
+        y = x.exp()
+        return (y - y.mean(-1, keepdim=True)).sum()
+
+    g = checked(program)
+    for seed in range(25):
+        made = torch.Generator().manual_seed(seed)
+        g(torch.randn(8, 64, generator=made).to(dtype))
+        g(torch.randn(8, 64, generator=made, dtype=dtype))
+
+
+def test_small_faults_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Norms of norms do not hide them."""
+
+    def program(x: Tensor) -> Tensor:
+        y = torch.nn.functional.instance_norm(torch.nn.functional.gelu(x))
+        return torch.nn.functional.group_norm(y * y * 1.25 + y, 1)
+
+    planted(monkeypatch, r"1\.25f?", "1.2505f")
+    with pytest.raises(VerifyError) as caught:
+        checked(program)(R(2, 8, 30))
+    assert caught.value.guilty == "generate"
+
+
+def test_what_a_kernel_itself_overwrites_is_right() -> None:
+    """It fills a tensor, and writes another into its memory."""
+
+    def program(x: Tensor) -> tuple[Tensor, Tensor]:
+        y = torch.as_strided_scatter(x.new_zeros(4), x[:4, :3].sum(0) / x.sum(), (3,), (1,))
+        return y, x[:, :4] / 12 * y
+
+    x = R(6, 7)
+    torch.testing.assert_close(checked(program)(x), program(x))
 
 
 # -- against the traced graph ----------------------------------------------------------------------

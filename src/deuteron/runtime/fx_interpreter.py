@@ -55,15 +55,17 @@ class FxInterpreter:
     ) -> Any:
         """The value of a node; raises `UnknownValue`. `known`: tensors of the program that are
         right. `change` is done to every tensor that it starts from."""
-        made: dict[fx.Node, Any] = {
-            n: change(x) if isinstance(x, Tensor) else x
-            for n, x in zip(self.placeholders, args, strict=True)
-        }
+        given = dict(zip(self.placeholders, args, strict=True))
+        made: dict[fx.Node, Any] = {}
         todo = [node]
         while todo:
             n = todo[-1]
             if n in made:
                 todo.pop()
+                continue
+            if n in given:
+                x = given[n]
+                made[n] = change(x) if isinstance(x, Tensor) else x
                 continue
             if n is not node and self.tensors.get(n.name) in known:
                 made[n] = change(known[self.tensors[n.name]])

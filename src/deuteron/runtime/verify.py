@@ -8,13 +8,13 @@ schedule), and those of the traced graph, run by ATen (rewrites and lowering). T
 kernel raises `VerifyError` and leaves a folder from which it runs alone. What the call returns is
 compared with the traced graph's outputs (views and strides of results are in no kernel).
 
-How much a result may differ is found out, not fixed: floating inputs are moved by a unit in the
-last place, and what that does to the reference's results is what rounding may do to the kernel's.
+How much a result may differ is found out, not fixed: floating inputs, and what the reference
+computes of them, are moved by a unit in the last place (`runtime.rounding`). What that does to the
+reference's results is what rounding may do to the kernel's.
 """
 
 from __future__ import annotations
 
-import itertools
 import json
 import shlex
 import sys
@@ -37,6 +37,7 @@ from deuteron.ir.reference import compute
 from deuteron.lower.unrounded import fully_unrounded
 from deuteron.memory.lifetimes import overwritable
 from deuteron.runtime.fx_interpreter import FxInterpreter, UnknownValue
+from deuteron.runtime.rounding import Roundings, moved
 from deuteron.schedule.kernel import Kernel
 from deuteron.schedule.printer import kernel_lines
 from deuteron.schedule.reference import run_kernel
@@ -44,7 +45,7 @@ from deuteron.schedule.reference import run_kernel
 # Relative errors that are always allowed, in units in the last place: vector functions are within
 # 4 ulp, and sums are taken in another order.
 ALLOWED_ULPS = 64
-# The reference's own change under inputs that moved by an ulp may be exceeded this many times.
+# The reference's own change under numbers that moved by an ulp may be exceeded this many times.
 NOISE_MARGIN = 8.0
 HALF_TYPES = (torch.float16, torch.bfloat16)
 COMPARED_TYPES = (
@@ -59,7 +60,7 @@ GUILT_TEXT = {
     "lower": "does not compute what was traced",
 }
 # What ATen does in another order than the loops of a program may round differently at each of many
-# steps: the change under moved inputs may be exceeded more often, and more units are allowed.
+# steps: the change under moved numbers may be exceeded more often, and more units are allowed.
 ATEN_ULPS = 1024
 ATEN_NOISE_MARGIN = 32.0
 
@@ -88,16 +89,6 @@ def copy(t: Tensor) -> Tensor:
     return out.copy_(t) if 0 not in t.stride() or t.numel() < 2 else t.clone()
 
 
-def perturbed(t: Tensor, seed: int) -> Tensor:
-    """Floating elements moved by up to a unit in the last place, each its own way."""
-    if not t.dtype.is_floating_point:
-        return copy(t)
-    made = torch.Generator().manual_seed(seed)
-    way = torch.randint(-1, 2, t.shape, generator=made).double().to(t.device)
-    out = copy(t)
-    return out.copy_(t.double() * (1.0 + torch.finfo(t.dtype).eps * way))
-
-
 def compare(
     name: str,
     got: Tensor,
@@ -107,7 +98,7 @@ def compare(
     margin: float = NOISE_MARGIN,
     slack: float = 0.0,
 ) -> Difference | None:
-    """How `got` is not `want`; `other` is what moved inputs make of it. Elements may differ by
+    """How `got` is not `want`; `other` is what roundings make of it. Elements may differ by
     `most` units in the last place, and by `margin` times that change, or times `slack` if that is
     more; of integers, so many elements may be others."""
     if got.numel() == 0:
@@ -172,8 +163,7 @@ class Meaning:
         the largest change, or the number of integers that change."""
         if not self.wide:
             return 0.0
-        known = {n: self.unrounded(n, t) for n, t in self.known.items()}
-        got = self.of(name, sizes, known, self.wide)
+        got = self.of(name, sizes, {}, self.unrounded, self.wide)
         assert got is not None
         if not want.dtype.is_floating_point:
             self.slack[name] = float((got != want).sum())
@@ -191,17 +181,21 @@ class Meaning:
         self,
         name: str,
         sizes: Mapping[str, int],
-        known: dict[str, Tensor] | None = None,
+        made: dict[str, Tensor],
+        change: Callable[[str, Tensor], Tensor] = lambda _, t: t,
         computes: Mapping[str, Compute] | None = None,
     ) -> Tensor | None:
-        """The value of a tensor; None where it needs a call's result that no kernel has read."""
-        made = dict(self.known) if known is None else dict(known)
+        """The value of a tensor; None where it needs a call's result that no kernel has read.
+        `made`: what has been computed so far, of known tensors after a `change`."""
         computes = self.computes if computes is None else computes
         todo = [name]
         while todo:
             d = computes.get(todo[-1])
             if todo[-1] in made:
                 todo.pop()
+                continue
+            if todo[-1] in self.known:
+                made[todo[-1]] = change(todo[-1], self.known[todo[-1]])
                 continue
             if d is None:
                 return None
@@ -221,9 +215,6 @@ class Meaning:
             todo.pop()
         return made[name]
 
-    def perturbed(self, seed: int) -> dict[str, Tensor]:
-        return {n: perturbed(t, seed + k) for k, (n, t) in enumerate(self.known.items())}
-
 
 class Watcher:
     """The kernels of one graph."""
@@ -241,6 +232,10 @@ class Watcher:
         # Names say which value is meant, unless library calls change tensors in place.
         changed = any(isinstance(d, Extern) and d.mutates for d in program.defs)
         self.program = None if changed else program
+        self.owners: dict[str, str] = {}  # tensor -> the one in whose memory it is written
+        for d in program.computes():
+            if d.target is not None:
+                self.owners[d.name] = self.owners.get(d.target, d.target)
         self.nodes = program.nodes
         self.traced = traced
         if traced is not None:
@@ -268,28 +263,39 @@ class Watcher:
     ) -> Callable[[], None]:
         """Keeps a kernel's operands; the result, called after it ran, compares."""
         kernel = self.kernels[name]
-        given = {n: copy(t) for n, t in tensors.items()}
+        given = self.copies(tensors)
         meaning = self.meaning
         if meaning is not None:
             self.check_inputs(kernel, meaning, given, sizes)
 
         def check() -> None:
-            want = {n: copy(t) for n, t in given.items()}
-            other = {n: perturbed(t, seed) for seed, (n, t) in enumerate(given.items())}
+            want, other = self.copies(given), self.copies(given, moved)
             try:
                 run_kernel(kernel, want, sizes)
-                run_kernel(kernel, other, sizes)
+                with Roundings():
+                    run_kernel(kernel, other, sizes)
             except IndexError:
                 return  # the program's own indices are out of range; it raises by itself
             for n, _ in kernel.writes:
                 difference = compare(n, tensors[n], want[n], other[n])
                 if difference is not None:
-                    guilty = "memory" if overlaid(kernel, tensors) else "generate"
+                    guilty = "memory" if self.overlaid(kernel, tensors) else "generate"
                     self.fail(kernel, difference, given, want, sizes, guilty)
             if meaning is not None:
                 self.check_meaning(kernel, meaning, tensors, given, sizes)
 
         return check
+
+    def copies(
+        self, tensors: Mapping[str, Tensor], change: Callable[[Tensor], Tensor] = lambda t: t
+    ) -> dict[str, Tensor]:
+        """Copies, of which those share memory that the program writes in one another's."""
+        made: dict[str, Tensor] = {}
+        for n, t in tensors.items():
+            owner = self.owners.get(n, n)
+            if owner not in made:
+                made[owner] = change(copy(t))
+        return {n: made[self.owners.get(n, n)] for n in tensors}
 
     def check_inputs(
         self, kernel: Kernel, meaning: Meaning, given: dict[str, Tensor], sizes: dict[str, int]
@@ -318,13 +324,18 @@ class Watcher:
         sizes: dict[str, int],
     ) -> None:
         """The kernel's results are those of the program's definitions."""
-        names = [n for n, _ in kernel.writes if n in meaning.computes]
+        written = [n for n, _ in kernel.writes if n in meaning.computes]
+        gone = {meaning.computes[n].target for n in written}  # overwritten by the kernel itself
+        names = [n for n in written if n not in gone]
         whole = {n: tensors[n] for n in names}
+        right: dict[str, Tensor] = {}
+        rounded: dict[str, Tensor] = {}
         for n in names:
-            want = meaning.of(n, sizes)
+            want = meaning.of(n, sizes, right)
             if want is None:
                 continue
-            other = meaning.of(n, sizes, meaning.perturbed(0))
+            with Roundings():
+                other = meaning.of(n, sizes, rounded, lambda _, t: moved(t))
             assert other is not None
             slack = meaning.spread(n, want, sizes)
             whole[n] = widened(tensors[n], want)
@@ -350,13 +361,11 @@ class Watcher:
         self, name: str, got: Tensor, node: fx.Node, meaning: Meaning, slack: float
     ) -> Difference | None:
         assert self.traced is not None
-        seeds = itertools.count()
         try:
             with torch.no_grad():
                 want = self.traced.value(node, meaning.args, meaning.known)
-                other = self.traced.value(
-                    node, meaning.args, meaning.known, lambda t: perturbed(t, next(seeds))
-                )
+                with Roundings():
+                    other = self.traced.value(node, meaning.args, meaning.known, moved)
         except UnknownValue:
             return None
         if got.shape != want.shape or got.dtype != want.dtype:
@@ -416,25 +425,26 @@ class Watcher:
             guilty=guilty,
         )
 
+    def overlaid(self, kernel: Kernel, tensors: Mapping[str, Tensor]) -> bool:
+        """Whether a result lies over another, or over an operand that the kernel may not
+        overwrite."""
+        layouts = dict((*kernel.reads, *kernel.writes))
+        written = {n for n, _ in kernel.writes}
+        for w in written:
+            for n in layouts.keys() - {w}:
+                (a, b), (c, d) = extent(tensors[w]), extent(tensors[n])
+                shared = self.owners.get(w, w) == self.owners.get(n, n)
+                over = a < d and c < b and not shared
+                if over and (n in written or not overwritable(kernel, w, n, layouts)):
+                    return True
+        return False
+
     def folder(self, name: str) -> Path:
         if self.options.debug_dir is None:
             return Path(tempfile.mkdtemp(prefix="deuteron-wrong-"))
         root = Path(self.options.debug_dir)
         root.mkdir(parents=True, exist_ok=True)
         return Path(tempfile.mkdtemp(prefix=f"wrong_{name[:60]}_", dir=root))
-
-
-def overlaid(kernel: Kernel, tensors: Mapping[str, Tensor]) -> bool:
-    """Whether a result lies over another, or over an operand that the kernel may not overwrite."""
-    layouts = dict((*kernel.reads, *kernel.writes))
-    written = {n for n, _ in kernel.writes}
-    for w in written:
-        for n in layouts.keys() - {w}:
-            (a, b), (c, d) = extent(tensors[w]), extent(tensors[n])
-            over = a < d and c < b
-            if over and (n in written or not overwritable(kernel, w, n, layouts)):
-                return True
-    return False
 
 
 def extent(t: Tensor) -> tuple[int, int]:
@@ -472,4 +482,4 @@ def save(
     (folder / "about.json").write_text(json.dumps(about, indent=1))
 
 
-__all__ = ["Difference", "Watcher", "compare", "perturbed"]
+__all__ = ["Difference", "Watcher", "compare"]
