@@ -13,12 +13,13 @@ pytest.importorskip("triton")
 from deuteron.base.device import named_gpu
 from deuteron.base.options import Options
 from deuteron.codegen.triton.generate import generate
+from deuteron.runtime import build_triton, ptx
 from deuteron.runtime.build_triton import build
 from deuteron.schedule.dimensions import dimensions
 from deuteron.schedule.tile import feasible, listed
 from dev.measure.tilings import kernel_of, product_case
 from tests.codegen.contraction_tilings import WIDE
-from tests.codegen.cubins import instructions, resources
+from tests.codegen.cubins import instructions, never_written, resources
 from tests.interpreting import reported
 from tests.schedule.contraction_programs import CHAINS, PROGRAMS, RANDOM, causal
 from tests.schedule.planning import planned
@@ -56,6 +57,30 @@ def test_attention_is_built_without_a_gpu(tmp_path: Path) -> None:
     _, local = resources(binary.code, tmp_path)
     assert local == 0, "nothing is spilled"
     assert any("HGMMA" in x for x in instructions(binary.code, tmp_path)), "tensor cores multiply"
+
+
+def few_keys(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    return torch.softmax((q @ k.mT * 0.1768).float(), -1).to(v.dtype) @ v.transpose(1, 2)
+
+
+@pytest.mark.parametrize("whole", [True, False])
+def test_descriptors_of_one_address_are_made_of_registers_that_are_written(
+    whole: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Keys and values of 65 places are one block each, in the same shared memory."""
+    if whole:  # as Triton has them: this is how wrong results came about
+        monkeypatch.setattr(ptx, "with_halves", lambda text: text)
+    heads = [torch.empty(2, 4, 65, 32, dtype=torch.bfloat16) for _ in range(2)]
+    values = torch.empty(2, 65, 4, 8, dtype=torch.bfloat16)
+    with torch.no_grad():
+        (kernel,) = planned(few_keys, *heads, values, device="H200", run=False).kernels
+    spec = named_gpu("H200")
+    assert spec is not None
+    code = generate(kernel, spec)
+    job = build_triton.job_of(code, code.configs[0], 90, aligned=True, wide=False)
+    options = Options.make(options={"cache_dir": str(tmp_path)})
+    lost = never_written(build_triton.built(job, options).code, tmp_path)
+    assert bool(lost) is whole, "if ptxas no longer loses registers, `with_halves` can go"
 
 
 def test_boxes_are_copied_and_what_is_not_aligned_is_loaded(tmp_path: Path) -> None:

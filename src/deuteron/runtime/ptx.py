@@ -6,6 +6,11 @@ For sm_90, ptxas 12.8 (of Triton 3.6) loses the constant in ``add.s16x2 d, a, im
 ``VIADD.16x2 d, a, 0x0``. LLVM makes such additions where it proves indices to be below 256
 (``(x % 6) - 1`` of small ``x``). They are written as two additions of 16 bits.
 
+Of an address in shared memory that serves tensor cores' operands of two layouts, ptxas 12.8 and
+12.9 make the second layout's descriptors of a register that nothing writes (attention of 65 keys in
+one block, heads of 32 and 8 elements: wrong results on an H200). There the address is added to in
+32 bits, which descriptors' lower halves are; the upper ones are constants.
+
 Tensor cores read their left factor while the program goes on, where that is in registers, too;
 nobody may write these before a wait says that the product is done. Triton 3.6 leaves some products
 of a loop's pass running into the next one, which writes its own left factors to the same registers
@@ -28,6 +33,9 @@ SEPARATE_ADDS = (
     "\t{ .reg .b16 %al, %ah, %bl, %bh; mov.b32 {%al, %ah}, \\2; mov.b32 {%bl, %bh}, \\3; "
     "add.s16 %al, %al, %bl; add.s16 %ah, %ah, %bh; mov.b32 \\1, {%al, %ah}; }"
 )
+WIDENED = re.compile(r"cvt\.u64\.u32[ \t]+(%rd\d+), (%r\d+);")
+OFFSET = r"(%rd\d+), (-?\d+);"
+DESCRIPTOR = re.compile(rf"^[ \t]*add\.s64[ \t]+(%rd\d+), {OFFSET}[ \t]*$", re.MULTILINE)
 DEFINED = re.compile(r"\s*(?:@!?%\w+\s+)?[\w.:]+\s+(\{[^{}]*\}|%\w+)")
 PRODUCT = re.compile(r"\s*wgmma\.mma_async\S*\s+\{[^{}]*\},\s*\{([^{}]*)\}")
 WAIT = re.compile(r"\s*wgmma\.wait_group\S*\s+(\d+);")
@@ -39,6 +47,29 @@ BARRIER, WAIT_FOR_ALL = "\tbar.sync \t0;", "\twgmma.wait_group.sync.aligned 0;"
 def without_packed_adds(text: str) -> str:
     """The module with packed 16-bit additions apart."""
     return PACKED_ADD.sub(SEPARATE_ADDS, text)
+
+
+def with_halves(text: str) -> str:
+    """The module with descriptors in halves, if one address serves several layouts."""
+    low = dict(WIDENED.findall(text))
+    layouts: dict[str, set[int]] = {}
+    for base, constant in re.findall(rf"(?:or\.b64|add\.s64)[ \t]+%rd\d+, {OFFSET}", text):
+        layouts.setdefault(base, set()).add(int(constant) >> 32)
+    shared = {base for base, kinds in layouts.items() if base in low and len(kinds) > 1}
+    if not shared or "wgmma.mma_async" not in text:
+        return text
+
+    def halves(found: re.Match[str]) -> str:
+        result, base, constant = found.groups()
+        if base not in shared:
+            return found[0]
+        lower, upper = int(constant) & 0xFFFFFFFF, (int(constant) >> 32) & 0xFFFFFFFF
+        return (
+            f"\t{{ .reg .b32 %low, %high; add.s32 %low, {low[base]}, {lower}; "
+            f"mov.b32 %high, {upper}; mov.b64 {result}, {{%low, %high}}; }}"
+        )
+
+    return DESCRIPTOR.sub(halves, text)
 
 
 def with_waits(text: str) -> str:
@@ -111,10 +142,16 @@ def fix_ptx_stage(
         return made
 
     def ptx(source: Any, metadata: Any) -> str:
-        text = with_waits(without_packed_adds(make(source, metadata)))
+        text = with_waits(with_halves(without_packed_adds(make(source, metadata))))
         return with_waits_before_copies(text) if filled else text
 
     stages["ttgir"], stages["ptx"] = ttgir, ptx
 
 
-__all__ = ["fix_ptx_stage", "with_waits", "with_waits_before_copies", "without_packed_adds"]
+__all__ = [
+    "fix_ptx_stage",
+    "with_halves",
+    "with_waits",
+    "with_waits_before_copies",
+    "without_packed_adds",
+]
