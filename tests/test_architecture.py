@@ -44,8 +44,9 @@ MAX_FUNCTION_LINES = 80
 # gradients of attention, the copy engine, dropout and loaded bounds in them, to 40,174 with
 # losses in chunks of rows, and attention with computed masks, to 41,024 with loops of products that
 # programs share: one query, many keys, to 41,033 with what such programs may not overwrite,
-# and by 81 with what rounding may do to the references of the self-check.)
-COMPILER_LINES = 41_529
+# by 81 with what rounding may do to the references of the self-check, and by 32 with what Triton
+# and ptxas get wrong.)
+COMPILER_LINES = 41_561
 SLACK = 100
 
 

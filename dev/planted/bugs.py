@@ -55,6 +55,7 @@ class Bug:
 
 INDEX_TESTS = "tests/ir/test_index.py"
 SCHEDULE_TESTS = "tests/schedule/test_refusals.py tests/schedule/test_fusion.py::test_counts"
+VALUES = "tests/codegen/test_triton_programs.py::test_values"
 MEMORY_TESTS = "tests/memory/test_plan.py"
 CPP_TESTS = (
     "tests/codegen/test_cpp.py::test_softmax tests/codegen/test_cpp.py::test_reductions"
@@ -150,14 +151,27 @@ BUGS = (
         'text = f"tl.where({mask}, {text}, {identity(\'sum\', dtype)})"', TRITON_TESTS, "rows"),
     Bug("sums are not rescaled", "codegen/triton/reductions.py",
         "{name} = {name} * {e} + tl.sum({terms}, ", "{name} = {name} + tl.sum({terms}, ",
-        "tests/codegen/test_triton_programs.py::test_values", "long_rows"),
+        VALUES, "long_rows"),
     Bug("nests side by side mixed up", "codegen/triton/source.py",
         "{' + '.join(start[: i + 1])}", "{' + '.join(start[: i])} + 1",
-        f"{TRITON_TESTS} tests/codegen/test_triton_programs.py::test_values", "side_by_side"),
+        f"{TRITON_TESTS} {VALUES}", "side_by_side"),
     Bug("last of equal ones (Triton)", "codegen/triton/merging.py",
         "first = (a > b) | ((a != a) & (b == b)) | (((a == b) | ((a != a) & (b != b))) & (i < j))",
         "first = (a > b) | ((a != a) & (b == b)) | (((a == b) | ((a != a) & (b != b))) & (i > j))",
-        f"{TRITON_TESTS} tests/codegen/test_triton_programs.py::test_values", "positions"),
+        f"{TRITON_TESTS} {VALUES}", "positions"),
+    Bug("parts of rows overlap", "codegen/triton/emit.py",
+        'offset = f"{offset} % rspan"', 'offset = f"{offset} % rlength"', VALUES, "in_parts"),
+    Bug("positions from the end", "codegen/triton/scalars.py",
+        "constant += 1", "constant += 2", VALUES, "flipped"),
+    Bug("the next place is picked", "schedule/picked.py",
+        "index_value(place.index))", "index_value(place.index + 1))", VALUES),
+    Bug("rows add what comes to the next", "lower/compared.py",
+        'op("eq", at[d], index_value(idx[d]))', 'op("eq", at[d], index_value(idx[d] + 1))',
+        "tests/codegen/test_triton_ordered.py"),
+    Bug("far numbers are scaled", "codegen/powers.py",
+        "FAR = 2.0**27", "FAR = 1e37", "tests/codegen/test_powers.py"),
+    Bug("descriptors stay whole", "runtime/ptx.py",
+        "if not shared or", "if shared or", "tests/codegen/test_contractions.py"),
 )  # fmt: skip
 
 

@@ -473,15 +473,7 @@ class Emitter(TileState):
                 self._prepare(x)
 
     def _sum(self, index: Index) -> str:
-        parts: list[str] = []
-        for m, c in sorted(index.terms, key=lambda t: not t[0]):
-            factors = [self.atom(a) for a in m]
-            if abs(c) != 1 or not factors:
-                factors.append(str(abs(c)))
-            sign = "-" if c < 0 else "+"
-            text = " * ".join(factors)
-            parts.append(f" {sign} {text}" if parts else (f"-{text}" if c < 0 else text))
-        return "".join(parts) or "0"
+        return scalars.index_sum(index, self.atom)
 
     def axis(self, axis: Axis) -> str:
         """The variable of an axis; written when it is first needed, from the index of its

@@ -10,9 +10,11 @@ from __future__ import annotations
 
 import math
 import struct
+from collections.abc import Callable
 from typing import Any
 
 from deuteron.ir.float8 import float8_bits
+from deuteron.ir.index import Index
 from deuteron.ir.operations import DEAR_OPS, FLOAT8, FLOATS, HALF, INTS, ITEMSIZE
 
 TRITON_TYPES = {
@@ -185,8 +187,34 @@ def _boolean(name: str, args: list[str]) -> str:
     raise AssertionError(f"no Triton text for {name} on bool")
 
 
+def taken(text: str) -> str:
+    """An integer that is taken away from a number one larger, and is added so. Triton 3.6 has
+    ``16 - x`` of neighbours x divisible as x's first is, each of them (`AxisInfo`): comparisons
+    were made for the first only, and elements read from addresses as if these were multiples (seed
+    7510079); of complements it knows nothing."""
+    return f"({text} ^ -1)"
+
+
+def index_sum(index: Index, atom: Callable[[Any], str]) -> str:
+    """The text of an index, a sum of products; `atom`: of their factors."""
+    constant, parts = 0, list[str]()
+    for m, c in index.terms:
+        text = " * ".join(atom(a) for a in m)
+        if not m:
+            constant += c
+        elif c == -1:
+            parts.append(taken(text))
+            constant += 1
+        else:
+            parts.append(text if c == 1 else f"{text} * {c}")
+    return " + ".join(parts + [str(constant)] * bool(constant or not parts))
+
+
 def _integer(name: str, args: list[str], dtype: str) -> str:
     bits = 8 * ITEMSIZE[dtype]
+    if dtype in ("i32", "i64") and name in ("sub", "neg") and not args[-1].lstrip("-").isdigit():
+        rest = f"{args[0]} + " if name == "sub" else ""
+        return f"{rest}{taken(args[-1])} + 1"
     if name in INFIX_OPS:
         return f"{args[0]} {INFIX_OPS[name]} {args[1]}"
     if name in ("floordiv", "truncdiv", "fmod", "remainder", "pow"):

@@ -244,11 +244,7 @@ class Printer:
         return text
 
     def sum(self, index: Index, names: Mapping[Axis, str]) -> str:
-        terms = []
-        for m, k in index.terms:
-            factors = [self.atom(a, names) for a in m]
-            terms.append(" * ".join([*factors, *([str(k)] if k != 1 or not factors else [])]))
-        return " + ".join(terms) or "0"
+        return scalars.index_sum(index, lambda a: self.atom(a, names))
 
     def atom(self, a: object, names: Mapping[Axis, str]) -> str:
         if isinstance(a, Axis):
