@@ -68,6 +68,11 @@ MISTAKES = {
               "m.py:3: F fails: OSError: no weights"),
     "absent": ("def f(x):\n    return x\n", "g", "has no function 'g'; it has f"),
     "arguments": ("def f(x, y):\n    return x\n", "f", "does not take 1 arguments"),
+    "near": ("def model(x):\n    return x\n", "modle", "did you mean 'model'?"),
+    "factory": ("from torch import nn\ndef f():\n    return nn.Linear(8, 8)\n", "f",
+                "makes a Linear, and nothing says what that gets: give one --input each"),
+    "module": ("from torch import nn\nclass F(nn.Module):\n    def forward(self, x):\n"
+               "        return x\n", "F", "missing a required argument: 'x'"),
 }  # fmt: skip
 
 
@@ -81,7 +86,7 @@ def test_mistakes_are_told_in_a_sentence(
     (tmp_path / "m.py").write_text(text)
     monkeypatch.chdir(tmp_path)
     words = [command, f"m.py:{name}" if command == "report" else f"{tmp_path}/m.py:{name}"]
-    if mistake not in ("inputs", "class"):
+    if mistake not in ("inputs", "class", "factory", "module"):
         words += ["--input", "float32[8]"]
     done = CliRunner().invoke(app, words)
     assert done.exit_code == 2 and said in done.output, done.output

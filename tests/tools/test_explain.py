@@ -95,6 +95,13 @@ def test_why_in_a_sentence(explained: deuteron.Explanation) -> None:
         explained.why("layer.0.norm", "layers.0.up")
 
 
+def test_labels_of_what_is_not_fused_are_words_for_why(explained: deuteron.Explanation) -> None:
+    apart = [r for p in explained.data["parts"] for r in p["refusals"]]
+    said = [explained.why(r["first_label"], r["second_label"]) for r in apart[:10]]
+    known = [r["reason"] in text for r, text in zip(apart, said)]
+    assert any(known) and all(k or "share the" in text for k, text in zip(known, said)), said
+
+
 class Noting(nn.Module):
     """Its first call changes what its guards look at, as BERT's does with its configuration."""
 

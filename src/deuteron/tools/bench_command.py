@@ -25,7 +25,7 @@ from rich.table import Table
 from deuteron.base.device import demand
 from deuteron.base.options import MODES, environment
 from deuteron.tools.bench_worker import MARK, Request
-from deuteron.tools.measuring import fresh_caches
+from deuteron.tools.measuring import BUSY, fresh_caches
 from deuteron.tools.target import UsageError, chosen_device, parsed, tensor
 
 Row = dict[str, Any]
@@ -196,10 +196,21 @@ def show(
         notes.append(f"error: the largest difference from {exact}, over the largest value there")
     console.print("\n".join(notes), style="dim", highlight=False)
     failures = [f"{n}: {r['failure']}" for n, r in rows.items() if "failure" in r]
-    for line in (about["note"], *failures):
+    for line in (about["note"], busy(about), *failures):
         if line:
             console.print(line, style="yellow", markup=False, highlight=False, soft_wrap=True)
     console.print(f"\n{sentence}", markup=False, highlight=False, soft_wrap=True)
+
+
+def busy(about: Row) -> str:
+    """That times say little, if other programs ran meanwhile."""
+    others = about.get("others") or 0.0
+    return (
+        f"Other programs kept {others:.1f} cores busy meanwhile, with which threads that wait for "
+        "one another lose most: measure again when the machine is idle, or with OMP_NUM_THREADS=1."
+        if others > BUSY
+        else ""
+    )
 
 
 def table(rows: Mapping[str, Row]) -> Table:

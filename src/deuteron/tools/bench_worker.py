@@ -31,6 +31,7 @@ from deuteron.tools.measuring import (
     distinct,
     error_line,
     interleaved,
+    others_of,
     peak_bytes,
     synchronize,
     warm_up,
@@ -154,12 +155,14 @@ def measured(target: Target, request: Request) -> dict[str, Any]:
             traceback.print_exc()
             c.facts["failure"] = error_line(error)
     emit(stage="timing")
-    times = interleaved([c.step for c in contenders], request.seconds, request.device)
+    about: dict[str, Any] = {}
+    with others_of(about):
+        times = interleaved([c.step for c in contenders], request.seconds, request.device)
     for c, seconds in zip(contenders, times):
         c.facts["ms"] = statistics.median(seconds) * 1e3
         c.facts["rounds"] = len(seconds)
         c.facts["peak_mb"] = peak_bytes(c.step, request.device) / 1e6
-    about = {"machine": device_spec(request.device).name, "torch": torch.__version__}
+    about |= {"machine": device_spec(request.device).name, "torch": torch.__version__}
     return {"about": {**about, "compared_with": judge.reference, "note": judge.note}, "rows": rows}
 
 

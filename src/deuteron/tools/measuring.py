@@ -28,6 +28,8 @@ from deuteron.runtime.host_memory import POOL
 # for the device counts.
 BATCH_S = {"cuda": 0.01, "cpu": 0.05}
 MOST_ROUNDS, LEAST_ROUNDS = 60, 5
+# Cores that other programs keep busy, from which on times say little.
+BUSY = 0.3
 
 
 def synchronize(device: str) -> None:

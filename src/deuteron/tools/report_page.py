@@ -18,6 +18,7 @@ from markupsafe import Markup
 
 from deuteron.tools.advice import advice
 from deuteron.tools.chains import is_chain
+from deuteron.tools.measuring import BUSY
 from deuteron.tools.report_diff import difference
 from deuteron.tools.words import amount, counted, time_text
 
@@ -39,8 +40,6 @@ SOURCES = {
 }
 # Steps, each timed at its best, together at most take this many times a call.
 EVEN = 1.1
-# Cores that other programs keep busy without being told.
-BUSY = 0.3
 # Operations that only attention has side by side.
 ATTENTION_CALLS = ("attention", "flash", "sdpa")
 Data = Mapping[str, Any]

@@ -5,6 +5,7 @@ In: the words of the command line. Out: a `Target`. Raises `UsageError` with wha
 
 from __future__ import annotations
 
+import difflib
 import importlib.util
 import inspect
 import re
@@ -22,6 +23,8 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from deuteron.base.device import demand
 from deuteron.tools.measuring import error_line
+
+WAYS_TO_GIVE = "give one --input each, as --input float32[8,128], or write inputs() in the file"
 
 
 class UsageError(ValueError):
@@ -100,25 +103,34 @@ def target_of(words: str, shapes: Sequence[str], device: str, backward: bool) ->
     given = not isinstance(made, tuple) or made
     if inspect.isclass(function) or (given and (s := signature(function)) and not s.parameters):
         function = called(function, file, words.rpartition(":")[2])
+    elif not given and (s := signature(function)) and not s.parameters:
+        refuse_factory(function, words, file)
     args = positional(function, made)
     args = tree_map(lambda x: moved(x, device) if isinstance(x, Tensor) else x, args)
     for owner in owners(function).values():
         if isinstance(owner, nn.Module):
             owner.to(device)
-    parameters = signature(function)
+    parameters = signature(function.forward if isinstance(function, nn.Module) else function)
     try:
         if parameters is not None:
             parameters.bind(*args)
     except TypeError as error:
         raise UsageError(
-            f"{words} does not take {len(args)} arguments ({error}); give one --input each, as "
-            f"--input float32[8,128], or write inputs() in the file"
+            f"{words} does not take {len(args)} arguments ({error}); {WAYS_TO_GIVE}"
         ) from None
     target = Target(words, function, args)
     if backward and not target.leaves:
         args = tuple(tree_map(differentiable, a) for a in args)
         target = Target(words, function, args)
     return target
+
+
+def refuse_factory(function: Callable[[], Any], words: str, file: str) -> None:
+    """Of a function that makes a module, nothing is known with which to call that."""
+    made = called(function, file, words.rpartition(":")[2])
+    if isinstance(made, nn.Module):
+        kind = type(made).__name__
+        raise UsageError(f"{words} makes a {kind}, and nothing says what that gets: {WAYS_TO_GIVE}")
 
 
 def positional(function: Any, made: Any) -> tuple[Any, ...]:
@@ -181,8 +193,13 @@ def load(words: str) -> tuple[Any, Any]:
         ) from None
     function = getattr(module, name, None)
     if not callable(function):
-        names = [n for n, v in vars(module).items() if callable(v) and not n.startswith("_")]
-        raise UsageError(f"{file} has no function {name!r}; it has {', '.join(names) or 'none'}")
+        own = (n for n, v in vars(module).items() if getattr(v, "__module__", None) == spec.name)
+        names = [n for n in own if callable(getattr(module, n)) and n[0] != "_" and n != "inputs"]
+        close = difflib.get_close_matches(name, names, n=1, cutoff=0.5)
+        hint = f"did you mean {close[0]!r}? " if close else ""
+        raise UsageError(
+            f"{file} has no function {name!r}; {hint}it has {', '.join(names) or 'none'}"
+        )
     return function, module
 
 

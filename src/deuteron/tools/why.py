@@ -35,12 +35,19 @@ def why(report: Data, first: str, second: str) -> str:
 def nodes_named(part: Data, word: str) -> set[str]:
     """The nodes of a part that a word names."""
     found: set[str] = set()
+    where, _, op = word.rpartition(": ")
     for s in part["steps"]:
         if s["name"] == word:
             found |= {o["node"] for o in s["ops"]}
         for o in s["ops"]:
             place = part["places"][o["place"]] if o["place"] >= 0 else None
-            if word in (o["node"], o["op"]) or (place is not None and is_at(place, word)):
+            if (
+                word in (o["node"], o["op"])
+                or (place is not None and is_at(place, word))
+                or op == o["op"]
+                and place is not None
+                and is_at(place, where)
+            ):
                 found.add(o["node"])
     return found or nodes_of_code(part, word)
 
@@ -70,7 +77,9 @@ def answer(part: Data, first: str, second: str, a: set[str], b: set[str]) -> str
     if shared:
         names = ", ".join(s["name"] for s in shared)
         what = "library call" if all(s["kind"] == "library" for s in shared) else "kernel"
-        return f"In the {phase}, {first} and {second} share the {what} {names}."
+        text = f"In the {phase}, {first} and {second} share the {what} {names}."
+        apart = refusals(part, of_a, of_b) if len(shared) < len({s["name"] for s in of_a}) else []
+        return " ".join([text, *(refused_text(phase, first, second, r) for r in apart[:1])])
     calls = [(w, s) for w, of in ((first, of_a), (second, of_b)) for s in of]
     library = [(w, s) for w, s in calls if s["kind"] == "library"]
     refused = refusals(part, of_a, of_b)
