@@ -285,6 +285,8 @@ class Fusion:
                 if m.name in needed or m.kind == "column":
                     live.append(m)
                     needed.update(r.tensor for r in m.reads)
+                    if m.compute.target is not None:
+                        needed.add(m.compute.target)
             if not live:
                 self.forget(node.id)
                 self.dag.remove(node)

@@ -54,7 +54,7 @@ def verify_edges(dag: Dag, node: Node) -> None:
 
 
 def verify_home(dag: Dag, tensor: str, home: int) -> None:
-    readers = [k for k in dag.readers.get(tensor, ()) if _reads(dag.nodes[k], tensor)]
+    readers = dag.readers.get(tensor, ())
     if not readers:
         return
     if home not in dag.nodes:
@@ -63,11 +63,6 @@ def verify_home(dag: Dag, tensor: str, home: int) -> None:
     names = made.names if isinstance(made, Extern) else {*made.names, *made.partials.values()}
     if tensor not in names:
         raise Fault("home", f"{name_of(dag.nodes[home])} does not make it")
-
-
-def _reads(node: Node, tensor: str) -> bool:
-    """Not only writes all of it anew."""
-    return isinstance(node.content, Extern) or tensor in node.content.reads
 
 
 def name_of(node: Node) -> str:

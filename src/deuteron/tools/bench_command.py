@@ -206,8 +206,8 @@ def busy(about: Row) -> str:
     """That times say little, if other programs ran meanwhile."""
     others = about.get("others") or 0.0
     return (
-        f"Other programs kept {others:.1f} cores busy meanwhile, with which threads that wait for "
-        "one another lose most: measure again when the machine is idle, or with OMP_NUM_THREADS=1."
+        f"Other programs kept {others:.1f} cores busy meanwhile: measure again when the machine is "
+        "idle, or with OMP_NUM_THREADS=1 (threads that wait for one another lose most)."
         if others > BUSY
         else ""
     )

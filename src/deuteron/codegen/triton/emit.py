@@ -32,7 +32,8 @@ from deuteron.ir.index import Axis, Div, Index, MinMax, Mod, Sym, Value, const, 
 # Constants that may be added to a pointer after the rest, which 32 bits then still hold
 # (`sizes.MAX_INT32_INDEX`).
 MAX_POINTER_OFFSET = 1 << 19
-# Quotients of one divisor that are had by its reciprocal. H200: 16 in a product of 4 by 16 by 96,
+# Quotients of one divisor that are had by its reciprocal: a division is 15 operations, preparing a
+# divisor about 20, and each quotient 6 then. H200: 16 in a product of 4 by 16 by 96,
 # whose points divide the scores: 134 us (32 registers, 1.9 KB of a stack); so 7.5.
 DIVISIONS = 3
 POSITION_OPS = ("index", "literal")

@@ -187,11 +187,11 @@ def _boolean(name: str, args: list[str]) -> str:
     raise AssertionError(f"no Triton text for {name} on bool")
 
 
-def taken(text: str) -> str:
-    """An integer that is taken away from a number one larger, and is added so. Triton 3.6 has
-    ``16 - x`` of neighbours x divisible as x's first is, each of them (`AxisInfo`): comparisons
-    were made for the first only, and elements read from addresses as if these were multiples (seed
-    7510079); of complements it knows nothing."""
+def complement(text: str) -> str:
+    """-x - 1 of an integer x; differences are written as sums with it. Of ``16 - x``, x neighbours,
+    Triton 3.6 takes each for as divisible as the first (`AxisInfo`): it compares the first alone,
+    and reads from addresses as if they were multiples (fuzz 7510079). Of complements it knows
+    nothing."""
     return f"({text} ^ -1)"
 
 
@@ -203,7 +203,7 @@ def index_sum(index: Index, atom: Callable[[Any], str]) -> str:
         if not m:
             constant += c
         elif c == -1:
-            parts.append(taken(text))
+            parts.append(complement(text))
             constant += 1
         else:
             parts.append(text if c == 1 else f"{text} * {c}")
@@ -214,7 +214,7 @@ def _integer(name: str, args: list[str], dtype: str) -> str:
     bits = 8 * ITEMSIZE[dtype]
     if dtype in ("i32", "i64") and name in ("sub", "neg") and not args[-1].lstrip("-").isdigit():
         rest = f"{args[0]} + " if name == "sub" else ""
-        return f"{rest}{taken(args[-1])} + 1"
+        return f"{rest}{complement(args[-1])} + 1"
     if name in INFIX_OPS:
         return f"{args[0]} {INFIX_OPS[name]} {args[1]}"
     if name in ("floordiv", "truncdiv", "fmod", "remainder", "pow"):
