@@ -102,6 +102,24 @@ class Block(nn.Module):
         return F.relu(self.norms[1](self.convs[1](y)) + x)
 
 
+@pytest.mark.parametrize("exact", (False, True))
+def test_what_a_maximum_is_looked_for_in_is_saved(exact: bool) -> None:
+    """Another kernel may compute it with multiply-adds, and no element equals the maximum: its
+    gradient, divided by how many do, was NaN (GPU fuzz 7510758). Signs and choices are exact."""
+
+    def f(a: torch.Tensor, b: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        scores = a @ b
+        changed = scores.abs().relu() if exact else scores * 0.3 + a[:, :1]
+        return changed.amax(-1), changed.tanh()
+
+    args = (torch.randn(64, 48, requires_grad=True), torch.randn(48, 80, requires_grad=True))
+    traced = same(f, *args, tolerance=1e-4)
+    backward = dict(traced.graphs)["backward"]
+    (compared,) = backward.graph.find_nodes(op="call_function", target=torch.ops.aten.eq.Tensor)
+    looked_in = [n for n in compared.all_input_nodes if n.meta["val"].shape == (64, 80)]
+    assert [n.op == "placeholder" for n in looked_in] == [not exact]
+
+
 def test_what_a_convolution_reads_again_is_saved_and_masks_are_recomputed():
     torch.manual_seed(0)
     # Between the blocks there is one value with two summands.

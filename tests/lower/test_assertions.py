@@ -113,6 +113,12 @@ def two_words(x: torch.Tensor) -> torch.Tensor:
     return x + k
 
 
+def distributions(x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """Of any number of elements, none included."""
+    v = torch.masked_select(x, x > 0)
+    return v.softmax(0), v.log_softmax(0), v[None].expand(3, -1).double().softmax(1)
+
+
 def later(x: torch.Tensor, n: torch.Tensor) -> torch.Tensor:
     """Intermediate tensors of a size that is told late."""
     k = n.sum().item()
@@ -179,6 +185,7 @@ ROWS: dict[str, tuple[Callable[..., Any], list[Inputs], list[Inputs]]] = {
         later, [(X, tensor([3, 2])), (X, tensor([1, 0]))],
         [(X, tensor([3, 4])), (X, tensor([0, 0]))]),
     "positive": (positive, [(X,)], [(-X,)]),
+    "distributions": (distributions, [(X.abs() + 1,), (X,), (-X.abs(),)], []),
     "twice_the_number": (
         twice_the_number, [(torch.randn(6), tensor(3)), (torch.randn(10), tensor(5))], []),
     "one_more": (

@@ -54,6 +54,42 @@ def test_small_indices_build_without_packed_additions(tmp_path: Path) -> None:
     assert any("add.s16x2" in t for t in seen)
 
 
+PAIR = """
+\tand.b32 \t%r74, %r2, 3;
+\tmul.wide.u32 \t%rd12, %r2, 268435456;
+\tcvt.u64.u32 \t%rd13, %r74;
+\tshl.b64 \t%rd14, %rd13, 33;
+\tor.b64 \t%rd15, %rd12, %rd14;
+\tmov.b64 \t{_, %r111}, %rd15;
+"""
+
+
+def test_lower_halves_stay_in_theirs() -> None:
+    """LLVM shifts a lower half that nobody reads into the upper one, which a mask compares: wrong
+    attention with 8 warps (GPU fuzz 805811). Other products of 64 bits stay."""
+    text = ptx.with_narrow_shifts(PAIR)
+    assert "shl.b32 %low, %r2, 28; cvt.u64.u32 %rd12, %low;" in text and "mul.wide" not in text
+    for other in (
+        PAIR.replace("268435456", "268435455"),  # no shift
+        PAIR.replace("%rd13, 33", "%rd13, 3"),  # no upper half
+        PAIR.replace("or.b64", "xor.b64"),
+    ):
+        assert ptx.with_narrow_shifts(other) == other
+
+
+def test_numbers_below_the_least_normal_one_stay(tmp_path: Path) -> None:
+    """Eager's functions keep them: the gradient of a square root of tiny squares is no NaN."""
+    program = scheduled(lambda x: torch.hypot(x, x.sinh()).exp(), torch.ones(64, 64), device="H200")
+    made = generate(program.kernels[0], spec_of("H200"))
+    seen: list[str] = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ptx, "without_packed_adds", lambda t: (seen.append(t), t)[1])
+        job = build_triton.job_of(made, made.configs[0], 90, aligned=False, wide=False)
+        build_triton.built(job, options(tmp_path))
+    flushing = set(re.findall(r"\b(\w+)\.\S*ftz", seen[0]))
+    assert "sqrt" in seen[0] and flushing <= {"ex2"}  # of a power that is split before
+
+
 LOOP = """$L__BB0_1:
 \tldmatrix.sync.aligned.m8n8.x4.shared.b16 {%r1, %r2, %r3, %r4}, [%r9];
 \tcvt.rn.bf16x2.f32 \t%r5, %f1, %f2;

@@ -40,9 +40,9 @@ from deuteron.base.options import Options
 from deuteron.base.passes import Context
 from deuteron.base.products import MAX_WHOLE, computed_again, share_kernels
 from deuteron.base.record import Record
+from deuteron.capture import selections
 from deuteron.capture.cut import INFINITE, Network, NoCut
 from deuteron.capture.hints import Hints
-from deuteron.capture.selections import rounded_before_selections
 from deuteron.graph import ops
 from deuteron.graph.edit import Editor
 from deuteron.ir.reference_ops import TO_TORCH
@@ -97,7 +97,7 @@ class Costs:
     _before: dict[fx.Node, int] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        self.exact = rounded_before_selections(self.info.fw_order, must_recompute)
+        self.exact = selections.rounded_before_selections(self.info.fw_order, must_recompute)
         for n in self.info.fw_order:  # in graph order
             base = max((self.depth.get(p, 0) for p in n.all_input_nodes), default=0)
             self.depth[n] = base if n.op != "call_function" or ops.is_generated(n) else base + 1
@@ -117,12 +117,13 @@ class Costs:
             elif not (ops.is_generated(n) and any(p in self.scored for p in n.all_input_nodes)):
                 continue
             self.scored.add(n)
-        summed: set[fx.Node] = set(self.exact | self.scores)
+        rounded = set(self.exact)
         for n in self.info.fw_order:
-            if n in summed or not any(p in summed for p in n.all_input_nodes):
+            again = n in self.scores or ops.is_generated(n) and not selections.keeps_bits(n)
+            if n in rounded or not (again or any(p in rounded for p in n.all_input_nodes)):
                 continue
-            summed.add(n)
-            # Kernels with products have exponentials of their own: another one's are not equal.
+            rounded.add(n)
+            # Kernels with products have exponentials and multiply-adds of their own: not equal.
             if ops.is_generated(n) and self.compared(n, itself=True):
                 self.exact.add(n)
 

@@ -5,12 +5,14 @@ In: an operator's own rule, or none. Out: a rule (see `strides`, whose helpers a
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from functools import wraps
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols, guard_or_false
 
 from deuteron.capture import strides
 from deuteron.capture.pointwise import memory_order, over
@@ -190,6 +192,26 @@ RULES: dict[str, Rule] = {
     "aten.unique_consecutive.default": with_positions("unique_consecutive", unique_consecutive),
     "aten.unique_dim.default": with_positions("unique_dim", unique_dim),
 }
+
+
+def of_any_length(rule: Rule) -> Rule:
+    """A softmax over a size known at run time alone may be over nothing. Torch's rule (before 2.13)
+    takes the maximum, which asserts that there is something: with an element more, minus infinity,
+    there is; it changes no other and is dropped."""
+
+    @wraps(rule)
+    def wrapped(x: Tensor, dim: int, half_to_float: bool) -> Any:
+        size = x.shape[dim] if x.dim() else 1
+        if not free_unbacked_symbols(size) or guard_or_false(size > 0):
+            return rule(x, dim, half_to_float)
+        shape = [1 if k == dim % x.dim() else n for k, n in enumerate(x.shape)]
+        last = x.new_full(shape, -math.inf)
+        longer = rule(torch.cat((x, last), dim), dim, half_to_float)
+        return strides.contiguous(longer.narrow(dim, 0, size))
+
+    return wrapped
+
+
 WRAPPERS: dict[str, Callable[[Rule], Rule]] = {
     "aten.grid_sampler_2d.default": contiguous,
     "aten.masked_fill.Scalar": contiguous,
@@ -199,4 +221,6 @@ WRAPPERS: dict[str, Callable[[Rule], Rule]] = {
     "aten._adaptive_avg_pool2d.default": of_nothing,
     "aten.log_sigmoid_forward.default": contiguous_on_cpu,
     "aten.linalg_vector_norm.default": counted_dims,
+    "aten._softmax.default": of_any_length,
+    "aten._log_softmax.default": of_any_length,
 }

@@ -14,6 +14,21 @@ from torch.utils._pytree import tree_leaves
 
 from deuteron.graph import ops
 
+# Of floats these choose, move or change signs; casts round, but every kernel alike.
+KEEP_BITS = frozenset(
+    f"aten.{n}"
+    for n in (
+        *("abs", "neg", "relu", "clamp", "clamp_min", "clamp_max", "maximum", "minimum", "where"),
+        *("_to_copy", "clone", "copy", "sign", "floor", "ceil", "trunc", "round"),
+    )
+)
+
+
+def keeps_bits(node: fx.Node) -> bool:
+    """Whether every kernel that computes it from equal operands has the same bits."""
+    name = ops.packet(node.target)
+    return ops.is_view(node) or name in KEEP_BITS or name in ops.SELECTIONS
+
 
 def rounded_before_selections(
     forward: Sequence[fx.Node], must_recompute: Callable[[fx.Node], bool]
@@ -37,4 +52,4 @@ def rounded_before_selections(
     return selected_from
 
 
-__all__ = ["rounded_before_selections"]
+__all__ = ["keeps_bits", "rounded_before_selections"]

@@ -304,7 +304,9 @@ def _with_warps(
     import triton
     from triton.backends.compiler import GPUTarget
 
-    asked = {"num_stages": stages, "enable_fp_fusion": job.fp_fusion}
+    # As in eager's kernels, libdevice keeps numbers below the least normal one: the quotient of two
+    # is a number, of the zeros that they would become NaN.
+    asked = {"num_stages": stages, "enable_fp_fusion": job.fp_fusion, "enable_reflect_ftz": False}
     if job.registers:
         asked["maxnreg"] = job.registers
     if job.debug:

@@ -11,6 +11,11 @@ Of an address in shared memory that serves tensor cores' operands of two layouts
 one block, heads of 32 and 8 elements: wrong results on an H200). There the address is added to in
 32 bits, which descriptors' lower halves are; the upper ones are constants.
 
+Two numbers of 32 bits side by side in 64, whose lower half nobody reads, LLVM makes of
+``mul.wide`` where the lower one is shifted: what leaves its 32 bits stays in the upper half
+(positions that a mask compares, of the layout of tensor cores and 8 warps: wrong on an H200). It is
+shifted in 32 bits.
+
 Tensor cores read their left factor while the program goes on, where that is in registers, too;
 nobody may write these before a wait says that the product is done. Triton 3.6 leaves some products
 of a loop's pass running into the next one, which writes its own left factors to the same registers
@@ -36,6 +41,11 @@ SEPARATE_ADDS = (
 WIDENED = re.compile(r"cvt\.u64\.u32[ \t]+(%rd\d+), (%r\d+);")
 OFFSET = r"(%rd\d+), (-?\d+);"
 DESCRIPTOR = re.compile(rf"^[ \t]*add\.s64[ \t]+(%rd\d+), {OFFSET}[ \t]*$", re.MULTILINE)
+WIDE_SHIFT = re.compile(
+    r"^[ \t]*mul\.wide\.u32[ \t]+(%rd\d+), (%r\d+), (\d+);[ \t]*$", re.MULTILINE
+)
+UPPER = re.compile(r"\bshl\.b64[ \t]+(%rd\d+), %rd\d+, (\d+);")
+JOINED = re.compile(r"\bor\.b64[ \t]+%rd\d+, (%rd\d+), (%rd\d+);")
 DEFINED = re.compile(r"\s*(?:@!?%\w+\s+)?[\w.:]+\s+(\{[^{}]*\}|%\w+)")
 PRODUCT = re.compile(r"\s*wgmma\.mma_async\S*\s+\{[^{}]*\},\s*\{([^{}]*)\}")
 WAIT = re.compile(r"\s*wgmma\.wait_group\S*\s+(\d+);")
@@ -70,6 +80,22 @@ def with_halves(text: str) -> str:
         )
 
     return DESCRIPTOR.sub(halves, text)
+
+
+def with_narrow_shifts(text: str) -> str:
+    """The module with lower halves that stay in their 32 bits, where an upper half is beside."""
+    upper = {name for name, by in UPPER.findall(text) if int(by) >= 32}
+    joined = JOINED.findall(text)
+    beside = {a for a, b in joined if b in upper} | {b for a, b in joined if a in upper}
+
+    def narrow(found: re.Match[str]) -> str:
+        result, shifted, factor = found[1], found[2], int(found[3])
+        if result not in beside or factor & (factor - 1):
+            return found[0]
+        by = factor.bit_length() - 1
+        return f"\t{{ .reg .b32 %low; shl.b32 %low, {shifted}, {by}; cvt.u64.u32 {result}, %low; }}"
+
+    return WIDE_SHIFT.sub(narrow, text) if beside else text
 
 
 def with_waits(text: str) -> str:
@@ -142,7 +168,8 @@ def fix_ptx_stage(
         return made
 
     def ptx(source: Any, metadata: Any) -> str:
-        text = with_waits(with_halves(without_packed_adds(make(source, metadata))))
+        text = with_narrow_shifts(without_packed_adds(make(source, metadata)))
+        text = with_waits(with_halves(text))
         return with_waits_before_copies(text) if filled else text
 
     stages["ttgir"], stages["ptx"] = ttgir, ptx
@@ -151,6 +178,7 @@ def fix_ptx_stage(
 __all__ = [
     "fix_ptx_stage",
     "with_halves",
+    "with_narrow_shifts",
     "with_waits",
     "with_waits_before_copies",
     "without_packed_adds",
