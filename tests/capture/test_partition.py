@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import random
 import time
+from typing import Any
 
 import networkx
 import pytest
@@ -20,7 +21,7 @@ from torch.utils.checkpoint import (
 from deuteron.capture.cut import INFINITE, Network, NoCut
 from deuteron.ir.program import Input
 from tests.capture.helpers import Traced, same
-from tests.schedule.planning import planned
+from tests.schedule.planning import trained
 
 
 def saved(traced: Traced) -> list[torch.Tensor]:
@@ -104,20 +105,20 @@ class Block(nn.Module):
         return F.relu(self.norms[1](self.convs[1](y)) + x)
 
 
-@pytest.mark.parametrize("exact", (False, True))
-def test_what_a_maximum_is_looked_for_in_is_saved(exact: bool) -> None:
+def test_what_a_maximum_is_looked_for_in_is_saved() -> None:
     """Another kernel may compute it with multiply-adds, and no element equals the maximum: its
-    gradient, divided by how many do, was NaN (GPU fuzz 7510758). Signs and choices are exact."""
+    gradient, divided by how many do, was NaN (GPU fuzz 7510758)."""
 
-    def f(a: torch.Tensor, b: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        scores = a @ b
-        changed = scores.abs().relu() if exact else scores * 0.3 + a[:, :1]
-        return changed.amax(-1), changed.tanh()
+    def f(a: torch.Tensor, b: torch.Tensor, c: torch.Tensor, scale: torch.Tensor) -> Any:
+        scores = (b @ a.mT).mT
+        moved = (scores * 0.17 + c) * (1 + 0 * scale[:, None, None]) + c
+        return moved.amax(-1), torch.tanh(moved.nan_to_num(neginf=0.0)) @ b
 
-    args = (torch.randn(64, 48, requires_grad=True), torch.randn(48, 80, requires_grad=True))
-    plan = planned(f, *args, device="H200", run=False)
+    sizes = (1, 3, 65, 33), (1, 3, 65, 33), (1, 65), (3,)
+    plan = trained(f, *[torch.randn(s) for s in sizes], device="H200", run=False)
     given = [d.name for d in plan.programs[-1].defs if isinstance(d, Input)]
-    assert ("mm" in given) == exact  # from which it is computed again
+    print(given)
+    assert "add_2" in given  # not computed again
 
 
 def test_what_a_convolution_reads_again_is_saved_and_masks_are_recomputed():

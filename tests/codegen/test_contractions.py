@@ -59,6 +59,25 @@ def test_attention_is_built_without_a_gpu(tmp_path: Path) -> None:
     assert any("HGMMA" in x for x in instructions(binary.code, tmp_path)), "tensor cores multiply"
 
 
+def test_what_a_maximum_is_looked_for_in_is_rounded_alike() -> None:
+    """Two layouts of a value are computed apart, with multiply-adds or without: then no element
+    equals the maximum, and gradients are NaN (GPU fuzz 7510758). Attention keeps none of its
+    scores."""
+
+    def f(a: torch.Tensor, b: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        scores = a @ b * 0.3 + a[..., :1]
+        return scores.amax(-1), scores.tanh(), scores
+
+    sizes = (4, 1024, 64), (4, 64, 1024)
+    spec = named_gpu("H200")
+    assert spec is not None
+    args = [torch.empty(s, dtype=torch.bfloat16) for s in sizes]
+    heads = [torch.empty(1, 8, 1024, 64, dtype=torch.bfloat16) for _ in range(3)]
+    for g, inputs, fused in ((f, args, False), (causal, heads, True)):
+        (kernel,) = planned(g, *inputs, device="H200", run=False).contractions
+        assert generate(kernel, spec).fp_fusion == fused
+
+
 def turned(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
     i = torch.arange(q.shape[-2])
     return torch.where(i.flip(0)[:, None] <= i, q @ k.mT, 0.0) @ v

@@ -23,6 +23,7 @@ from deuteron.codegen.triton.sizes import (
 )
 from deuteron.codegen.triton.source import INDEX_CHOICE, MODULE_HEADER, comments_of
 from deuteron.codegen.triton.tiles import Printer
+from deuteron.ir.expr import Expr
 from deuteron.ir.nest import Nest
 from deuteron.ir.operations import ITEMSIZE
 from deuteron.ir.program import Layout
@@ -84,9 +85,24 @@ def contraction_kernel(kernel: Kernel) -> TritonKernel:
         grid_source=grid_text(tiling),
         aligned=(*pointers.values(), *aligned_sizes(symbols)),
         wide_source=wide_source,
-        fp_fusion=True,
+        fp_fusion=not keeps_what_is_chosen_from(nest),
         boxes=tuple(boxes.values()),
     )
+
+
+def keeps_what_is_chosen_from(nest: Nest) -> bool:
+    """Whether it keeps, or compares, values of which it takes the largest or least: gradients look
+    for that one among them. What is a multiply-add in one layout of a value is none in another."""
+    kept = {plain(s.value) for s in nest.stores}
+    bodies = [r.body for r in nest.reductions.values()] + [s.value for s in nest.stores]
+    kept |= {plain(a) for b in bodies for n in b.walk() if n.op == "eq" for a in n.args}
+    chosen = (plain(r.body) for r in nest.reductions.values() if r.kind in ("max", "min"))
+    return any(e in kept and e.op != "load" for e in chosen)
+
+
+def plain(e: Expr) -> Expr:
+    """Before its casts."""
+    return plain(e.args[0]) if e.op == "cast" else e
 
 
 def grid_text(tiling: Tiling) -> str:
