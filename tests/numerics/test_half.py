@@ -169,6 +169,22 @@ def test_masks_of_the_backward_are_the_forwards() -> None:
     assert torch.equal(x.grad != 0, out > 0)
 
 
+@pytest.mark.parametrize("dtype", HALVES)
+def test_sums_are_of_what_leaves_beside_them(dtype: torch.dtype) -> None:
+    """The backward computes exponentials of what memory holds: a softmax must sum to 1."""
+
+    def f(x: Tensor) -> tuple[Tensor, ...]:
+        y = x * 1.1 + 0.3
+        wide = y.float()
+        return y, torch.exp(wide - 40).sum(-1), (wide.square().mean(-1) + 1e-6).rsqrt()
+
+    x = torch.linspace(-35, 35, 33 * 65).to(dtype).view(33, 65)
+    y, sums, norms = torch.compile(f, backend="deuteron")(x)
+    wide = y.double()
+    assert (sums / torch.exp(wide - 40).sum(-1) - 1).abs().max() < 1e-5
+    assert (norms * (wide.square().mean(-1) + 1e-6).sqrt() - 1).abs().max() < 1e-5
+
+
 def test_dropped_are_the_same() -> None:
     """Random masks of half numbers: what the forward keeps has a gradient."""
 
