@@ -381,9 +381,9 @@ def threads(device: str) -> None:
             out: Tensor = ours(rows)
             return out
 
-    for rows in batches[:2]:  # torch's tracing is not safe beside other threads' calls
-        serve(rows)
     with ThreadPoolExecutor(4) as pool:
+        for rows in batches[:2]:  # torch's tracing is not safe beside other threads' calls
+            pool.submit(serve, rows).result()
         for result, rows in zip(pool.map(serve, batches), batches, strict=True):
             close(result, net(rows))
 
