@@ -85,9 +85,15 @@ def contraction_kernel(kernel: Kernel) -> TritonKernel:
         grid_source=grid_text(tiling),
         aligned=(*pointers.values(), *aligned_sizes(symbols)),
         wide_source=wide_source,
-        fp_fusion=not keeps_what_is_chosen_from(nest),
+        # In f32 as in all other kernels: a softmax's terms and their sum may be in two.
+        fp_fusion=is_fast(nest) and not keeps_what_is_chosen_from(nest),
         boxes=tuple(boxes.values()),
     )
+
+
+def is_fast(nest: Nest) -> bool:
+    """Whether its products have less than f32's digits, as exponentials then may."""
+    return all(s.operands != "f32" for s in nest.reductions.values())
 
 
 def keeps_what_is_chosen_from(nest: Nest) -> bool:
@@ -122,7 +128,7 @@ def printed(
     index_type: str,
 ) -> tuple[list[str], dict[str, Box]]:
     """The lines of the function's body; the boxes that it wants, by parameter."""
-    fast = all(s.operands != "f32" for s in nest.reductions.values())
+    fast = is_fast(nest)
     code = lower_nest(
         nest, tiling, layouts, Tiles(whole=True, powers=True, reciprocals=fast, quarters=True)
     )
