@@ -119,6 +119,14 @@ def distributions(x: torch.Tensor) -> tuple[torch.Tensor, ...]:
     return v.softmax(0), v.log_softmax(0), v[None].expand(3, -1).double().softmax(1)
 
 
+def unread(x: torch.Tensor, m: torch.Tensor) -> torch.Tensor:
+    """Nothing but assertions asks for it."""
+    v = x[m > 0]
+    torch._check(v.size(0) < 4)
+    torch._check(v.size(0) >= 3)
+    return m.nonzero() + 1
+
+
 def later(x: torch.Tensor, n: torch.Tensor) -> torch.Tensor:
     """Intermediate tensors of a size that is told late."""
     k = n.sum().item()
@@ -186,6 +194,9 @@ ROWS: dict[str, tuple[Callable[..., Any], list[Inputs], list[Inputs]]] = {
         [(X, tensor([3, 4])), (X, tensor([0, 0]))]),
     "positive": (positive, [(X,)], [(-X,)]),
     "distributions": (distributions, [(X.abs() + 1,), (X,), (-X.abs(),)], []),
+    "unread": (
+        unread, [(X[:4], tensor([1, 0, 2, 3]))],
+        [(X[:4], tensor([1, 1, 2, 3])), (X[:4], tensor([0, 0, 2, 3]))]),
     "twice_the_number": (
         twice_the_number, [(torch.randn(6), tensor(3)), (torch.randn(10), tensor(5))], []),
     "one_more": (

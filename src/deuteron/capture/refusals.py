@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx
+from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 from torch.nn import functional
 from torch.utils._pytree import tree_map_only
 
@@ -158,10 +159,21 @@ def check_functions(gm: fx.GraphModule) -> None:
                 raise_as_eager(target, args, kwargs)
 
 
+def keep_asserted(gm: fx.GraphModule) -> None:
+    """A tensor whose size data decides, and the program says, is needed though nothing reads it:
+    AOTAutograd (torch 2.11) drops it with what is asserted of its size."""
+    for node in gm.graph.nodes:
+        value = node.meta.get("example_value")
+        told = node.meta.get("unbacked_bindings") and isinstance(value, Tensor)
+        if told and not free_unbacked_symbols(value):
+            with gm.graph.inserting_after(node):
+                gm.graph.call_function(torch.ops.aten._assert_tensor_metadata.default, (node,))
+
+
 def of_dtypes(message: str) -> bool:
     words = ["dtype", "scalar type", "not implemented for", "same type", "cast to the desired"]
     words += ["Subtraction", "Integer division", "but expected", "Boolean inputs"]
     return any(w in message for w in words)
 
 
-__all__ = ["SAME_DTYPE_OPERANDS", "Refused", "as_eager_refuses", "check_functions"]
+__all__ = ["SAME_DTYPE_OPERANDS", "Refused", "as_eager_refuses", "check_functions", "keep_asserted"]

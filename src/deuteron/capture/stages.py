@@ -22,7 +22,7 @@ from deuteron.capture import decompositions
 from deuteron.capture.aliased_outputs import views_of_inputs
 from deuteron.capture.attention import inline_attention, inline_masked_attention
 from deuteron.capture.joint import PARTITIONING, partition, parts_text, verify_parts
-from deuteron.capture.refusals import check_functions
+from deuteron.capture.refusals import check_functions, keep_asserted
 from deuteron.graph.rewrite import RANDOM_NUMBERS, Rewriting, rewriting_text, verify_rewriting
 from deuteron.graph.strides import as_saved
 from deuteron.graph.verify import graph_text, verify_graph
@@ -47,6 +47,12 @@ class Traceable(Captured):
 def refuse_in_place(captured: Captured, context: Context) -> Captured:
     """What eager refuses of dtypes, where no operator is traced that shows them, is refused."""
     check_functions(captured.gm)
+    return captured
+
+
+def keep_asserted_sizes(captured: Captured, context: Context) -> Captured:
+    """Tensors of which the program asserts a size stay, whoever reads them."""
+    keep_asserted(captured.gm)
     return captured
 
 
@@ -83,6 +89,7 @@ CAPTURING: Table = (
         "it changes nothing: it raises what eager would raise of their dtypes",
         captured_text,
     ),
+    Pass("asserted sizes", keep_asserted_sizes, verify_order, captured_text),
     Pass("attention", write_attention_out, verify_order, captured_text),
     Pass(
         "decompositions",
