@@ -2,10 +2,10 @@
 
 In: a functional FX graph (joint, forward, backward or inference) with fake values. Out: the same
 graph, rewritten in place, with fewer nodes. Invariants: results are bit-identical, but for library
-calls that become others (`einsum`, `padding`, `epilogues`), whose sums may have another order;
-strides and dtypes of outputs stay; which outputs share storage with which inputs and outputs stays;
-random draws, mutations, collectives and assertions keep their number and their order. What a later
-node was traced for stays true (`strides.Relayout`).
+calls that become others (`einsum`, `padding`, `epilogues`) and variances (`runs`), whose sums may
+have another order; strides and dtypes of outputs stay; which outputs share storage with which
+inputs and outputs stays; random draws, mutations, collectives and assertions keep their number and
+their order. What a later node was traced for stays true (`strides.Relayout`).
 
 One walk in graph order tries each node's rows; then common subexpressions merge (`cse`) and dead
 code goes. All of it is linear in the size of the graph. No rewrite is needed: one that raises is
@@ -38,6 +38,7 @@ from deuteron.graph.layout import channels_last
 from deuteron.graph.padding import pad_products
 from deuteron.graph.pull_out import pull_out
 from deuteron.graph.rules import RULES_OF, Row, same_numbers
+from deuteron.graph.runs import long_dimensions_first
 from deuteron.graph.transaction import Rewrite, Snapshot, attempt
 from deuteron.graph.vanishing import drop_vanishing
 from deuteron.graph.verify import graph_text, verify_graph
@@ -191,6 +192,7 @@ REWRITES: Table = (
     tried("dead code", drop_dead, memory_is_known),
     tried("sums of products", multiply_matrices, memory_is_known),
     tried("channels last", channels_last, memory_is_known),
+    tried("variances of runs", long_dimensions_first, memory_is_known),
     # in the order that memory has by now
     tried("convolutions", rewrite_convolutions, memory_is_known),
     tried("order of copies", keep_order, memory_is_known),
