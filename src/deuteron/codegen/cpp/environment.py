@@ -149,7 +149,7 @@ def serial_loops(
     name = em.name_axis(axis)
     with em.inside(axis) as scope:
         serial_loops(env, axes[1:], inner, pragma)
-    em.scope.add(*pragma, *apart(env.loops, axis))
+    em.scope.add(*(pragma or apart(env.loops, axis)))
     em.scope.loop(f"for (long long {name} = 0; {name} < {env.extent(axis)}; ++{name})", scope.lines)
 
 
