@@ -32,9 +32,7 @@ from deuteron.schedule.strides import strided_bytes
 # What of a GPU's bandwidth one multiprocessor can use when the others idle, as a multiple of its
 # share: H200, one program per multiprocessor, copies of 1 to 132 programs.
 ONE_CORE_BANDWIDTH = 1.6
-# A kernel's own time on a CPU beside moving and computing: its start, its tail, and its code, which
-# a program's other kernels and calls have driven out of the caches (2 cores; 0.3 where it is hot).
-CPU_KERNEL_US = 4.0
+CPU_KERNEL_US = 0.3  # a kernel's own time besides moving and computing (its start, its tail)
 COLUMN_WALK_SHARE = 0.5
 SECTOR_BYTES = 32  # that move for an element that is read by itself
 # Bytes that are contiguous along the other dimension, as a share of most, for which a tile has good
