@@ -48,10 +48,7 @@ LINEAR = frozenset(
 
 def in_chunks(gm: fx.GraphModule, record: Record, options: Options) -> int:
     """Replaces regions that keep more than `chunk_mib` between products; their number."""
-    budget, eager = (
-        (options.chunk_mib << 20) >> int(__import__("os").environ.get("XX", "0")),
-        options.precision == "eager",
-    )
+    budget, eager = options.chunk_mib << 20, options.precision == "eager"
     count = 0
     tried: set[str] = set()
     while True:
