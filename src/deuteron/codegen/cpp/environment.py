@@ -21,7 +21,7 @@ ROW_SCOPE = Axis(
     "row", 1
 )  # provided by the scope of one row: what depends on a reduction's result is not hoisted out of it
 
-MANY_WINDOWS = (2, 3, 4)  # steps of a loop that are written out
+FEW_STEPS = (2, 3, 4)  # steps of a loop that are written out
 
 
 @dataclass(frozen=True)
@@ -135,7 +135,7 @@ def apart(loops: Loops, axis: Axis) -> list[str]:
     count = axis.extent.value
     atoms = (a for i in all_indices(loops) for a in i.atoms())
     divided = (a for a in atoms if isinstance(a, Div) and axis in a.num.axes())
-    return [f"#pragma GCC unroll {count}"] if count in MANY_WINDOWS and any(divided) else []
+    return [f"#pragma GCC unroll {count}"] if count in FEW_STEPS and any(divided) else []
 
 
 def serial_loops(
