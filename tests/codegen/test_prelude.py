@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from deuteron.codegen.cpp.kernels import KERNEL_CXX_FLAGS
 from deuteron.codegen.cpp.prelude import CPP_FUNCTIONS, CXX_FLAGS, prelude, used_functions
 from deuteron.ir.operations import SCALAR_OPS
 
@@ -197,7 +198,7 @@ def built(
     done = subprocess.run(
         [
             str(GXX),
-            *CXX_FLAGS,
+            *(f for f in KERNEL_CXX_FLAGS if f != "-march=native"),
             *machines()[request.param],
             "-Wall",
             "-Wextra",

@@ -23,24 +23,33 @@ LIBRARY_RATES: dict[str, tuple[Rates, Rates]] = {
     "bf16": ((13.8, 27, 54, 87, 166), (13.2, 22, 53, 81, 162)),
     "f16": ((12, 12, 12, 12, 11), (1.2, 1.2, 1.2, 0.3, 0.1)),
 }
-# Generated loops keep no tile of the result in registers: more than a few rows of more than a few
-# columns go through the caches again and again.
+# Generated loops: more than a few rows of more than a few columns may go through the caches again
+# and again.
 GENERATED_RATES: dict[str, tuple[Rates, Rates]] = {
     "f32": ((20, 21, 22, 22, 0.2), (14.5, 20, 20, 20, 0.3)),
     "f64": ((10.8, 12, 12, 12, 0.1), (8.7, 11, 11, 11, 0.1)),
     "bf16": ((21, 21, 21, 21, 0.3), (28, 29, 32, 34, 0.3)),
     "f16": ((9, 9, 9, 9, 0.1), (15, 15, 15, 15, 0.1)),
 }
+# The least that they reach, along and across, where each operand has at most SMALL_OPERAND elements
+# and stays in the second cache (Xeon with AVX-512, torch 2.13, 24 x 128 by 128 x 48 to 128 x 256 by
+# 256 x 256: medians of ten).
+SMALL_OPERAND = 1 << 16
+SMALL_RATES = {"f32": (15.0, 24.0), "f64": (8.4, 13.0), "bf16": (6.4, 14.0), "f16": (3.3, 5.9)}
 # What of memory's bandwidth generated loops reach in products of one row whose larger operand is
 # not contiguous along the sum: they walk down blocks of its columns, 2 KiB of each row. EPYC, us,
 # one row of 2048 by 2048: f32 305 (library 220), f64 1650 (950).
 ACROSS_BANDWIDTH = 0.7
-# Products up to this many multiplications are loops of a short kernel whatever their shape.
-SMALL_PRODUCT, SMALL_PRODUCT_RATE = 32**3, 10.0
+# Products up to this many multiplications, and those of up to FEW_ROWS rows or columns, have no tile
+# worth sharing: they are loops, or the library's, before anything is fused.
+SMALL_PRODUCT, FEW_ROWS = 32**3, 8
 # GPUs whose tensor cores multiply bf16, and the least side of what they multiply at once.
 TENSOR_CORES_SINCE, MIN_TENSOR_CORE_SIDE = (8, 0), 16
 # A library call's own time, through ATen and with its result's tensor (8 x 8 alone: 1.2 us).
 CALL_US, KERNEL_US = 2.5, 0.3
+# The same of half precision from so many multiplications on, which go to oneDNN (the Xeon: bf16 16 x
+# 16 2.8 us, 20 x 20 16.4, 64 x 64 16.9; f16 3.6, 15.0, 18.4).
+HALF_CALL_US, HALF_CALL_SINCE = 15.0, 16**3
 # Bytes per ns of one core where a product fits into the last cache (the same EPYC). What does
 # not waits for memory beside its arithmetic (Cascade Lake, 8 of 2048 x 64 by 64 x 2048: 64
 # ms, of which 24 computed; 512 long, in the cache: 1.7, of which 1.5).
@@ -139,7 +148,9 @@ def library_us(p: Product, spec: DeviceSpec) -> float:
         beside += KERNEL_US if p.around else 0.0
         moving = memory_us(p, spec)
         apart = not spec.keeps(p.moved) and min(p.m, p.n) >= RATE_ROWS[-1]
-        return CALL_US + beside + (moving + computed if apart else max(moving, computed))
+        half = p.dtype in ("bf16", "f16") and p.work > HALF_CALL_SINCE
+        call = HALF_CALL_US if half else CALL_US
+        return call + beside + (moving + computed if apart else max(moving, computed))
     unit = p.dtype if p.dtype in ("bf16", "f16") else "f64" if p.dtype == "f64" else "f32"
     computed = spec.compute_us(2 * p.work, unit) / GPU_LIBRARY_SHARE
     beside += spec.launch_us if p.around else 0.0
@@ -150,8 +161,8 @@ def generated_us(p: Product, spec: DeviceSpec) -> float:
     """One kernel, with what surrounds the product in it."""
     if spec.kind == "cpu":
         each = rate(GENERATED_RATES, p, up=True)
-        if p.work <= SMALL_PRODUCT:
-            each = max(each, SMALL_PRODUCT_RATE)
+        if p.k * max(p.m, p.n) <= SMALL_OPERAND:
+            each = max(each, SMALL_RATES.get(p.dtype, SMALL_RATES["f32"])[not p.along])
         walked = min(p.m, p.n) == 1 and not p.along and p.work > SMALL_PRODUCT
         moving = memory_us(p, spec) / (ACROSS_BANDWIDTH if walked else 1.0)
         return KERNEL_US + max(moving, p.work / (each * 1e3 * spec.cores))
@@ -162,10 +173,12 @@ def generated_us(p: Product, spec: DeviceSpec) -> float:
 
 
 __all__ = [
+    "FEW_ROWS",
     "GENERATED_RATES",
     "LIBRARY_RATES",
     "MAX_WHOLE",
     "MIN_TENSOR_CORE_SIDE",
+    "SMALL_PRODUCT",
     "Product",
     "computed_again",
     "generated_us",

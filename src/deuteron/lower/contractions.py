@@ -8,7 +8,9 @@ from __future__ import annotations
 
 from deuteron.base.device import DeviceSpec, device_spec, named_gpu
 from deuteron.base.products import (
+    FEW_ROWS,
     MIN_TENSOR_CORE_SIDE,
+    SMALL_PRODUCT,
     Product,
     generated_us,
     library_us,
@@ -29,10 +31,12 @@ def choose_contraction(ctx: LowerContext, a: Value, b: Value) -> str:
     p, spec = described(ctx, a, b), figures(ctx)
     ours, theirs = generated_us(p, spec), library_us(p, spec)
     text = f"{p}: generated {ours:.1f} us, the library {theirs:.1f} us"
-    blocks = spec.kind != "cpu" and min(p.m, p.k, p.n) >= MIN_TENSOR_CORE_SIDE
-    if blocks and share_kernels(a.dtype, spec):
+    shares = share_kernels(a.dtype, spec)
+    if shares and spec.kind != "cpu" and min(p.m, p.k, p.n) >= MIN_TENSOR_CORE_SIDE:
         return f"{p}: the library {theirs:.1f} us, unless the schedule finds one kernel for it"
-    loops = ours <= (1 + MIN_CALL_GAIN) * theirs
+    kept = shares and spec.kind == "cpu" and p.work > SMALL_PRODUCT and min(p.m, p.n) > FEW_ROWS
+    text += "; whole for the schedule, which may find one kernel" * kept
+    loops = not kept and ours <= (1 + MIN_CALL_GAIN) * theirs
     ctx.record.add(
         "decision",
         subject="product",

@@ -16,6 +16,7 @@ from deuteron.codegen.loops import (
     all_indices,
 )
 from deuteron.ir.index import Axis, Div, Index, determined, hint, product
+from deuteron.ir.operations import HALF
 
 ROW_SCOPE = Axis(
     "row", 1
@@ -156,14 +157,17 @@ def serial_loops(
 def write_store(env: Env, w: Write, target: str | None = None) -> None:
     """Writes one store at the current point (or to `place`)."""
     em = env.em
-    value = em.value(w.value)
+    cast = w.dtype in HALF and w.accumulate is None and w.value.op == "cast"
+    at_once = cast and w.value.args[0].dtype == "f32"
+    value = em.value(w.value.args[0] if at_once else w.value)
     mask = em.value(w.mask) if w.mask is not None else None
     if target is None:
         target = f"{em.tensors[w.tensor]}[{em.index(w.address)}]"
     if w.accumulate is not None:
         old = scalars.from_memory(target, w.dtype, em.used)
         value = combine(w.accumulate, w.dtype, old, value, em.used)
-    line = f"{target} = {scalars.to_memory(value, w.dtype, em.used)};"
+    stored = scalars.rounded_to_memory if at_once else scalars.to_memory
+    line = f"{target} = {stored(value, w.dtype, em.used)};"
     if em.guard is not None:
         mask = em.guard if mask is None else f"{em.guard} & {mask}"
     em.scope.add(f"if ({mask}) {line}" if mask is not None else line)

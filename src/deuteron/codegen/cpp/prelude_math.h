@@ -343,11 +343,11 @@ D_FN f32 d_pow(f32 x, f32 y) {
   q = d_fma(q, z * z, z) + 1.0;
   f32 r = (f32)(q * d_f64((d_bits(sum) + 1023ull) << 52));
   f32 h = 0.5f * y;
-  bool whole = __builtin_truncf(y) == y, odd = whole && __builtin_truncf(h) != h;
+  bool whole = __builtin_truncf(y) == y, odd = whole & (__builtin_truncf(h) != h);
   r = odd ? __builtin_copysignf(r, x) : r;
-  r = x < 0.0f && !whole && a < D_INF ? D_NAN : r;
-  r = a == 1.0f && __builtin_fabsf(y) == D_INF ? 1.0f : r;       // -1 too
-  return y == 0.0f || x == 1.0f ? 1.0f : r;
+  r = (x < 0.0f) & !whole & (a < D_INF) ? D_NAN : r;
+  r = (a == 1.0f) & (__builtin_fabsf(y) == D_INF) ? 1.0f : r;       // -1 too
+  return (y == 0.0f) | (x == 1.0f) ? 1.0f : r;
 }
 D_SLOW f64 d_pow(f64 x, f64 y) { return pow(x, y); }
 // Integers wrap around; a negative exponent gives 0 except for bases 1 and -1.

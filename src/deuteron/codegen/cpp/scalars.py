@@ -139,6 +139,12 @@ def to_memory(text: str, dtype: str, used: set[str]) -> str:
     return f"(unsigned char)({text})" if dtype == "bool" else text
 
 
+def rounded_to_memory(text: str, dtype: str, used: set[str]) -> str:
+    """What is stored in a half type for an f32 register value."""
+    used.add(f"d_f32_to_{dtype}")
+    return f"d_f32_to_{dtype}({text})"
+
+
 def convert(text: str, source: str, target: str, used: set[str]) -> str:
     """C's conversion, as ATen's: floats truncate towards zero, small integers are cut from a 64-bit
     one.
