@@ -23,11 +23,13 @@ from deuteron.ir.index import (
     Axis,
     Index,
     MinMax,
+    Mod,
     const,
     evaluate,
     floordiv,
     maximum,
     minimum,
+    mod,
     substitute,
 )
 
@@ -50,6 +52,11 @@ INDICES: dict[str, tuple[Index, list[int]]] = {
     "where another loop decides": (maximum(I.index - J.index * 5, const(0)), [1, 5]),
     "not linear": (maximum(I.index * I.index, const(9)), []),
     "of no such": (I.index + 5, []),
+    "rolled": (mod(I.index + 61, const(N)), [3]),
+    "rolled twice": (mod(mod(I.index + 61, const(N)) + 0, const(N)), [3]),
+    "again and again": (mod(I.index + 5, const(7)), []),
+    "never again": (mod(I.index, const(N)), []),
+    "rolled by another loop": (mod(I.index + J.index, const(N)), []),
 }
 
 
@@ -65,7 +72,7 @@ def test_cuts(name: str) -> None:
     for low, piece in pieces(I, marks) if marks else ():
         here = substitute(at, {I: low + piece.index})
         undecided = "another" in name and low.value == 1
-        assert undecided or not any(isinstance(m, MinMax) for m in here.atoms())
+        assert undecided or not any(isinstance(m, (MinMax, Mod)) for m in here.atoms())
         for i, j in product(range(int(piece.extent.value or 0)), range(2)):
             there = {"i": i + int(low.value or 0), "j": j}
             assert evaluate(here, {piece.name: i, "j": j}) == evaluate(at, there)
@@ -107,6 +114,23 @@ def test_padding(size: int) -> None:
         same(lambda x, m=mode: F.pad(x, (3, 2), mode=m) * 2, x)
     same(lambda x: F.pad(x, (2, 1, 3, 1), mode="replicate").exp(), x)
     same(lambda x: x[:, :, torch.arange(size).clamp(2, size - 2)] + 1, x)
+
+
+@pytest.mark.parametrize("size", [1, 4, 32, 45])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bool, torch.int64])
+def test_rolling(size: int, dtype: torch.dtype, tmp_path: Path) -> None:
+    """One loop on each side of the place where it begins again, without a division."""
+    x = (torch.randn(6, size, generator=torch.Generator().manual_seed(size)) * 9).to(dtype)
+    for shifts, dims in (((3,), (1,)), ((-2, 50), (0, 1)), ((5,), ()), ((1, 1), (1, 1))):
+        torch._dynamo.reset()
+        compiled = torch.compile(lambda x, s=shifts, d=dims: x.roll(s, d), backend="deuteron")
+        torch.testing.assert_close(compiled(x), x.roll(shifts, dims), rtol=0, atol=0)
+    if size == 45:
+        torch._dynamo.reset()
+        options = {"debug_dir": str(tmp_path), "cache": False}
+        torch.compile(lambda x: x.roll(7, 1), backend="deuteron", options=options)(x)
+        (text,) = (f.read_text() for f in tmp_path.glob("**/kernels.txt"))
+        assert " % " not in text and text.count("#pragma omp simd") == 2
 
 
 @pytest.mark.parametrize("size", [5, 31, 56, 67])

@@ -76,6 +76,8 @@ NOT_DECOMPOSED: tuple[str, ...] = (
     "aten.view_copy",
     # Torch's rule loses strides with holes.
     "aten.select_scatter",
+    # Torch's rule reads at positions that it computes as a tensor.
+    "aten.roll",
     # Data movement by a loaded index, or an order: nothing to gain from loops.
     "aten.argsort",
     "aten.msort",

@@ -1,6 +1,6 @@
 """Where to cut the vector axis so that conditions on it become constant (pad, cat, fixed edges),
-and minima and maxima in the indices of loads (upsampling, replicated padding) one of their sides:
-what is read between the cuts then follows one another."""
+minima and maxima in the indices of loads (upsampling, replicated padding) one of their sides, and
+remainders (roll) sums: what is read between the cuts then follows one another."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from deuteron.ir.index import (
     Axis,
     Index,
     MinMax,
+    Mod,
     bound,
     const,
     divide_exact,
@@ -46,7 +47,9 @@ def cut_positions(
                 of_comparisons |= dict.fromkeys(_comparison_changes(n, axis))
             elif of_loads and n.op == "load" and (axis.extent.value or 0) >= MIN_CUT_EXTENT:
                 of_minima |= dict.fromkeys(
-                    const(p) for i in n.indices() for p in _minmax_changes(i, axis)
+                    const(p)
+                    for i in n.indices()
+                    for p in (*_minmax_changes(i, axis), *_wraps(i, axis))
                 )
     return _ordered([*(of_comparisons | of_minima)], axis, most) or _ordered(
         [*of_comparisons], axis, most
@@ -135,6 +138,18 @@ def _minmax_changes(index: Index, axis: Axis) -> Iterator[int]:
             continue
         for difference in _minmax_sides(m.a - m.b):
             yield from _sign_changes(difference, axis)
+
+
+def _wraps(index: Index, axis: Axis) -> Iterator[int]:
+    """Where the remainder of a position in an index begins again (`roll`), if it does so once."""
+    extent = axis.extent.value
+    for m in index.atoms():
+        if not isinstance(m, Mod) or extent is None or m.num.coefficient(axis) != const(1):
+            continue
+        rest = (m.num - axis.index).value
+        if rest is not None and m.den.value is not None:
+            places = [p for p in range(1, extent) if (p + rest) % m.den.value == 0][:2]
+            yield from places if len(places) == 1 else ()
 
 
 def index_between_cuts(index: Index, axis: Axis) -> Index:
