@@ -29,13 +29,9 @@ D_FN f32 d_scale(f32 p, u32 s) {
   return (p * d_f32(h << 23)) * d_f32((s - h) << 23);
 }
 
-//@ d_exp_part64
-// The same in f64; t within +-2^50. q: 2^-60.
-D_FN f64 d_exp_part64(f64 t, f64 &k) {
-  f64 sum = d_fma(t, 1.4426950408889634, 6755399441055744.0);
-  k = sum - 6755399441055744.0;
-  f64 r = d_fma(k, -0.6931471803691238, t);
-  r = d_fma(k, -1.9082149292705877e-10, r);
+//@ d_exp_tail64
+// e^r - 1 for |r| <= ln 2 / 2. q: 2^-60.
+D_FN f64 d_exp_tail64(f64 r) {
   f64 q = d_fma(r, 2.0826570710463408e-09, 2.5112085131019884e-08);
   q = d_fma(q, r, 2.755758232495889e-07);
   q = d_fma(q, r, 2.755723472586574e-06);
@@ -46,7 +42,22 @@ D_FN f64 d_exp_part64(f64 t, f64 &k) {
   q = d_fma(q, r, 0.041666666666666095);
   q = d_fma(q, r, 0.16666666666666682);
   q = d_fma(q, r, 0.5);
-  return d_fma(r * r, q, r) + 1.0;
+  return d_fma(r * r, q, r);
+}
+
+//@ d_exp_rest64
+// t = k ln 2 + r; t within +-2^50.
+D_FN f64 d_exp_rest64(f64 t, f64 &k) {
+  k = d_fma(t, 1.4426950408889634, 6755399441055744.0) - 6755399441055744.0;
+  return d_fma(k, -1.9082149292705877e-10, d_fma(k, -0.6931471803691238, t));
+}
+
+//@ d_scale64
+// p * 2^k as d_scale, k from -2044 to 2046.
+D_FN f64 d_scale64(f64 p, f64 k) {
+  f64 h = d_fma(k, 0.5, 6755399441055744.0);
+  f64 g = (k - (h - 6755399441055744.0)) + 6755399441055744.0;
+  return (p * d_f64((d_bits(h) + 1023ull) << 52)) * d_f64((d_bits(g) + 1023ull) << 52);
 }
 
 //@ d_exp
@@ -61,11 +72,8 @@ D_FN f32 d_exp(f32 x) {
 D_FN f64 d_exp(f64 x) {
   f64 t = x > 711.0 ? 711.0 : x;
   t = t < -746.0 ? -746.0 : t;
-  f64 k;
-  f64 p = d_exp_part64(t, k);
-  f64 h = d_fma(k, 0.5, 6755399441055744.0);  // halves of the exponent, as in d_scale
-  f64 g = (k - (h - 6755399441055744.0)) + 6755399441055744.0;
-  return (p * d_f64((d_bits(h) + 1023ull) << 52)) * d_f64((d_bits(g) + 1023ull) << 52);
+  f64 k, r = d_exp_rest64(t, k);
+  return d_scale64(d_exp_tail64(r) + 1.0, k);
 }
 
 //@ d_exp_nonpositive
@@ -133,7 +141,6 @@ template <i32 bias> D_FN f32 d_exp2_part(f32 t, u32 &s) {
 }
 
 //@ d_exp2
-D_LIBM(exp2)
 D_FN f32 d_exp2(f32 x) {
   u32 s;
   f32 p = d_exp2_part<254>(x, s);
@@ -141,7 +148,12 @@ D_FN f32 d_exp2(f32 x) {
   y = x > 130.0f ? D_INF : y;
   return x < -151.0f ? 0.0f : y;
 }
-D_SLOW f64 d_exp2(f64 x) { return exp2(x); }
+D_FN f64 d_exp2(f64 x) {
+  f64 t = x > 1025.0 ? 1025.0 : x;
+  t = t < -1080.0 ? -1080.0 : t;
+  f64 k = (t + 6755399441055744.0) - 6755399441055744.0;
+  return d_scale64(d_exp_tail64((t - k) * 0.6931471805599453) + 1.0, k);
+}
 
 //@ d_ldexp
 // x * 2^n, n given as a value of x's type; in ATen it is that product, roundings included.
@@ -149,7 +161,6 @@ D_FN f32 d_ldexp(f32 x, f32 n) { return x * d_exp2(n); }
 D_FN f64 d_ldexp(f64 x, f64 n) { return x * d_exp2(n); }
 
 //@ d_expm1
-D_LIBM(expm1)
 // 2 * (2^(n-1) * (e^r - 1) + (2^(n-1) - 1/2)): exact where n = 0. q: 2^-30.6.
 D_FN f32 d_expm1(f32 x) {
   f32 t = x > 90.0f ? 90.0f : x;
@@ -171,7 +182,15 @@ D_FN f32 d_expm1(f32 x) {
   y = x > 89.0f ? D_INF : y;
   return __builtin_fabsf(x) < 1e-7f ? x : y;
 }
-D_SLOW f64 d_expm1(f64 x) { return expm1(x); }
+D_FN f64 d_expm1(f64 x) {
+  f64 t = x > 709.79 ? 709.79 : x;
+  t = t < -40.0 ? -40.0 : t;
+  f64 k, p = d_exp_tail64(d_exp_rest64(t, k));
+  f64 h = d_f64((d_bits(k + 6755399441055744.0) + 1022ull) << 52);
+  f64 y = 2.0 * d_fma(h, p, h - 0.5);
+  y = x > 709.782712893384 ? __builtin_inf() : y;
+  return __builtin_fabs(x) < 1e-17 ? x : y;
+}
 
 //@ d_log_poly
 // log(1 + f) - f for sqrt(1/2) - 1 <= f <= sqrt(2) - 1: 2^-27.5 of log(1 + f).
@@ -232,6 +251,16 @@ D_FN f64 d_log_tail64(f64 f, f64 e) {
 // integer biased by 1023.
 D_FN u64 d_log_exponent64(u64 u) { return (u + 0x00095f619980c433ull) >> 52; }
 
+//@ d_log_split64
+// As d_log_split.
+D_FN f64 d_log_split64(f64 x, f64 &e) {
+  bool small = x < 2.2250738585072014e-308;
+  u64 u = d_bits(small ? x * 18014398509481984.0 : x);
+  u64 b = d_log_exponent64(u);
+  e = d_f64(b | 0x4330000000000000ull) - (small ? 4503599627371573.0 : 4503599627371519.0);
+  return d_f64(u - ((b - 1023ull) << 52)) - 1.0;
+}
+
 //@ d_log
 D_FN f32 d_log(f32 x) {
   f32 e, f = d_log_split(x, e);
@@ -239,33 +268,34 @@ D_FN f32 d_log(f32 x) {
   return d_log_edge(x, d_fma(e, 0.693145752f, f + t));
 }
 D_FN f64 d_log(f64 x) {
-  bool small = x < 2.2250738585072014e-308;
-  u64 u = d_bits(small ? x * 18014398509481984.0 : x);
-  u64 b = d_log_exponent64(u);
-  f64 e = d_f64(b | 0x4330000000000000ull) - (small ? 4503599627371573.0 : 4503599627371519.0);
-  f64 f = d_f64(u - ((b - 1023ull) << 52)) - 1.0;
+  f64 e, f = d_log_split64(x, e);
   return d_log_edge(x, d_log_tail64(f, e));
 }
 
 //@ d_log2
-D_LIBM(log2)
 D_FN f32 d_log2(f32 x) {
   f32 e, f = d_log_split(x, e);
   f32 t = d_log_poly(f);
   t = d_fma(t, 1.44269504f, f * 1.92596303e-08f);
   return d_log_edge(x, e + d_fma(f, 1.44269502f, t));
 }
-D_SLOW f64 d_log2(f64 x) { return log2(x); }
+D_FN f64 d_log2(f64 x) {
+  f64 e, l = d_log_tail64(d_log_split64(x, e), 0.0);
+  return d_log_edge(x, d_fma(l, 2.0355273740931033e-17, d_fma(l, 1.4426950408889634, e)));
+}
 
 //@ d_log10
-D_LIBM(log10)
 D_FN f32 d_log10(f32 x) {
   f32 e, f = d_log_split(x, e);
   f32 t = d_fma(d_log_poly(f), 0.434294492f, f * -1.010305e-08f);
   t = d_fma(e, 4.60503898e-06f, d_fma(f, 0.434294492f, t));
   return d_log_edge(x, d_fma(e, 0.301025391f, t));
 }
-D_SLOW f64 d_log10(f64 x) { return log10(x); }
+D_FN f64 d_log10(f64 x) {
+  f64 e, l = d_log_tail64(d_log_split64(x, e), 0.0);
+  f64 low = d_fma(l, 1.098319650216765e-17, e * -2.8037281277851704e-18);
+  return d_log_edge(x, d_fma(e, 0.3010299956639812, d_fma(l, 0.4342944819032518, low)));
+}
 
 //@ d_log1p
 // f = (1 + x) * 2^-k - 1 = x * 2^-k + (2^-k - 1), which rounds once.
@@ -369,7 +399,6 @@ D_FN f64 d_sigmoid(f64 x) { return 1.0 / d_one_plus_exp(-x); }
 D_FN f32 d_signed(f32 y, f32 x) { return d_f32(d_bits(y) | (d_bits(x) & 0x80000000u)); }
 
 //@ d_tanh
-D_LIBM(tanh)
 // Odd polynomial (2^-28.4) below 0.6, 1 - 2 / (e^2x + 1) above.
 D_FN f32 d_tanh(f32 x) {
   f32 a = __builtin_fabsf(x), z = a * a;
@@ -384,15 +413,25 @@ D_FN f32 d_tanh(f32 x) {
   f32 high = 1.0f - 2.0f / d_fma(p, d_f32(s << 23), 1.0f);
   return d_signed(a < 0.6f ? low : high, x);
 }
-D_SLOW f64 d_tanh(f64 x) { return tanh(x); }
+D_FN f64 d_tanh(f64 x) {
+  f64 a = __builtin_fabs(x);
+  f64 u = d_expm1(22.0 < a ? 44.0 : a + a);
+  return __builtin_copysign(u / (u + 2.0), x);
+}
 
 //@ d_one_plus_tanh
 // 1 + tanh(x) = 2 / (1 + e^-2x), of which nothing is lost where tanh is near -1.
 D_FN f32 d_one_plus_tanh(f32 x) { return 2.0f / d_one_plus_exp(-2.0f * x); }
 D_FN f64 d_one_plus_tanh(f64 x) { return 1.0 + d_tanh(x); }
 
+//@ d_half_exp64
+// e^x / 2 for x >= 0, which overflows where that does.
+D_FN f64 d_half_exp64(f64 x) {
+  f64 k, r = d_exp_rest64(712.0 < x ? 712.0 : x, k);
+  return d_scale64(d_exp_tail64(r) + 1.0, k - 1.0);
+}
+
 //@ d_sinh
-D_LIBM(sinh)
 // Odd polynomial (2^-31.6) below 1, h - 1/(4h) with h = e^x / 2 above.
 D_FN f32 d_sinh(f32 x) {
   f32 a = __builtin_fabsf(x), z = a * a;
@@ -405,10 +444,12 @@ D_FN f32 d_sinh(f32 x) {
   f32 h = d_scale(p, s - 1u);
   return d_signed(a < 1.0f ? low : h - 0.25f / h, x);
 }
-D_SLOW f64 d_sinh(f64 x) { return sinh(x); }
+D_FN f64 d_sinh(f64 x) {
+  f64 a = __builtin_fabs(x), u = d_expm1(1.0 < a ? 1.0 : a), h = d_half_exp64(a);
+  return __builtin_copysign(a < 1.0 ? 0.5 * (u + u / (u + 1.0)) : h - 0.25 / h, x);
+}
 
 //@ d_cosh
-D_LIBM(cosh)
 D_FN f32 d_cosh(f32 x) {
   f32 a = __builtin_fabsf(x);
   u32 s;
@@ -416,34 +457,47 @@ D_FN f32 d_cosh(f32 x) {
   f32 h = d_scale(p, s - 1u);
   return h + 0.25f / h;
 }
-D_SLOW f64 d_cosh(f64 x) { return cosh(x); }
+D_FN f64 d_cosh(f64 x) {
+  f64 h = d_half_exp64(__builtin_fabs(x));
+  return h + 0.25 / h;
+}
 
 //@ d_asinh
-D_LIBM(asinh)
 D_FN f32 d_asinh(f32 x) {
   f64 a = (f64)__builtin_fabsf(x), z = a * a;
   f64 y = d_log1p40(a + z / (1.0 + __builtin_sqrt(z + 1.0)));
   y = a < __builtin_inf() ? y : a;
   return __builtin_copysignf((f32)y, x);
 }
-D_SLOW f64 d_asinh(f64 x) { return asinh(x); }
+D_FN f64 d_asinh(f64 x) {
+  f64 a = __builtin_fabs(x), z = a * a;
+  bool far = a > 1e150;                                          // log 2a
+  f64 y = d_log1p(far ? a : a + z / (1.0 + __builtin_sqrt(z + 1.0)));
+  return __builtin_copysign(far ? y + 0.6931471805599453 : y, x);
+}
 
 //@ d_acosh
-D_LIBM(acosh)
 D_FN f32 d_acosh(f32 x) {
   f64 t = (f64)x - 1.0;
   f32 y = (f32)d_log1p40(t + __builtin_sqrt(d_fma(t, t, 2.0 * t)));
   y = x == D_INF ? x : y;
   return x >= 1.0f ? y : D_NAN;
 }
-D_SLOW f64 d_acosh(f64 x) { return acosh(x); }
+D_FN f64 d_acosh(f64 x) {
+  f64 t = x - 1.0;
+  bool far = x > 1e150;
+  f64 y = d_log1p(far ? x : t + __builtin_sqrt(d_fma(t, t, 2.0 * t)));
+  return x >= 1.0 ? (far ? y + 0.6931471805599453 : y) : __builtin_nan("");
+}
 
 //@ d_atanh
-D_LIBM(atanh)
 D_FN f32 d_atanh(f32 x) {
   f64 a = (f64)__builtin_fabsf(x);
   f32 y = (f32)(0.5 * d_log1p40((a + a) / (1.0 - a)));
   y = a == 1.0 ? D_INF : y;
   return a <= 1.0 ? __builtin_copysignf(y, x) : D_NAN;
 }
-D_SLOW f64 d_atanh(f64 x) { return atanh(x); }
+D_FN f64 d_atanh(f64 x) {
+  f64 a = __builtin_fabs(x), y = 0.5 * d_log1p((a + a) / (1.0 - a));
+  return a <= 1.0 ? __builtin_copysign(y, x) : __builtin_nan("");
+}

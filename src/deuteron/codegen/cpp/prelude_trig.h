@@ -60,6 +60,74 @@ D_FN f32 d_cos_poly(f32 z) {
   return d_fma(q, z * z, d_fma(z, -0.5f, 1.0f));
 }
 
+//@ d_trig_near64
+// sin and cos for |x| < 2^30 in f64. x = quadrant * pi/2 + r + low: three parts of pi/2, of which the
+// product with the first is taken off exactly; the polynomials: 2^-55, 2^-59.
+D_FN f64 d_trig_near64(f64 x, f64 &low, u64 &quadrant) {
+  f64 sum = d_fma(x, 0.6366197723675814, 6755399441055744.0);
+  f64 k = sum - 6755399441055744.0;
+  f64 t = d_fma(k, -1.5707963267948966, x);
+  f64 p = k * 6.123233995736766e-17, r = t - p, b = r - t;
+  f64 lost = (t - (r - b)) - (p + b);                            // t - p - r (Knuth)
+  low = d_fma(k, 1.4973849048591698e-33, lost - d_fma(k, 6.123233995736766e-17, -p));
+  quadrant = d_bits(sum);
+  return r;
+}
+
+//@ d_sin_poly64
+D_FN f64 d_sin_poly64(f64 r, f64 z, f64 low) {
+  f64 q = d_fma(z, 1.591672619388911e-10, -2.505111227257324e-08);
+  q = d_fma(q, z, 2.755731600817155e-06);
+  q = d_fma(q, z, -0.0001984126983657571);
+  q = d_fma(q, z, 0.008333333333330827);
+  q = d_fma(q, z, -0.16666666666666666);
+  return r + d_fma(z * r, q, d_fma(-0.5 * z, low, low));
+}
+
+//@ d_cos_poly64
+D_FN f64 d_cos_poly64(f64 r, f64 z, f64 low) {
+  f64 q = d_fma(z, -1.1381754653662795e-11, 2.0876134024090145e-09);
+  q = d_fma(q, z, -2.755731721268659e-07);
+  q = d_fma(q, z, 2.4801587298651292e-05);
+  q = d_fma(q, z, -0.0013888888888887322);
+  q = d_fma(q, z, 0.041666666666666664);
+  f64 h = 0.5 * z, w = 1.0 - h;
+  return w + d_fma(z * z, q, d_fma(-r, low, (1.0 - w) - h));
+}
+
+//@ d_sin_near64
+D_FN f64 d_sin_near64(f64 x) {
+  u64 n;
+  f64 low, r = d_trig_near64(x, low, n), z = r * r;
+  f64 s = d_sin_poly64(r, z, low), c = d_cos_poly64(r, z, low);
+  f64 y = d_f64(d_bits(n & 1u ? c : s) ^ ((n & 2u) << 62));
+  return x == 0.0 ? x : y;
+}
+
+//@ d_cos_near64
+D_FN f64 d_cos_near64(f64 x) {
+  u64 n;
+  f64 low, r = d_trig_near64(x, low, n), z = r * r;
+  f64 s = d_sin_poly64(r, z, low), c = d_cos_poly64(r, z, low);
+  return d_f64(d_bits(n & 1u ? s : c) ^ (((n + 1u) & 2u) << 62));
+}
+
+//@ d_tan_near64
+D_FN f64 d_tan_near64(f64 x) {
+  u64 n;
+  f64 low, r = d_trig_near64(x, low, n), z = r * r;
+  f64 s = d_sin_poly64(r, z, low), c = d_cos_poly64(r, z, low);
+  f64 y = (n & 1u ? -c : s) / (n & 1u ? s : c);
+  return x == 0.0 ? x : y;
+}
+
+//@ d_is_near64
+#if defined(__FMA__) || defined(__aarch64__)
+D_FN bool d_is_near64(f64 x) { return __builtin_fabs(x) < 1073741824.0; }
+#else  // without it the first product rounds
+D_FN bool d_is_near64(f64) { return false; }
+#endif
+
 //@ d_sin
 D_LIBM(sin)
 D_FN f32 d_sin(f32 x) {
@@ -69,7 +137,7 @@ D_FN f32 d_sin(f32 x) {
   f32 y = d_f32(d_bits(n & 1u ? c : s) ^ ((n & 2u) << 30));
   return x == 0.0f ? x : y;
 }
-D_SLOW f64 d_sin(f64 x) { return sin(x); }
+D_SLOW f64 d_sin(f64 x) { return d_is_near64(x) ? d_sin_near64(x) : sin(x); }
 
 //@ d_cos
 D_LIBM(cos)
@@ -79,7 +147,7 @@ D_FN f32 d_cos(f32 x) {
   f32 s = d_sin_poly(r, z), c = d_cos_poly(z);
   return d_f32(d_bits(n & 1u ? s : c) ^ (((n + 1u) & 2u) << 30));
 }
-D_SLOW f64 d_cos(f64 x) { return cos(x); }
+D_SLOW f64 d_cos(f64 x) { return d_is_near64(x) ? d_cos_near64(x) : cos(x); }
 
 //@ d_tan
 D_LIBM(tan)
@@ -94,7 +162,7 @@ D_FN f32 d_tan(f32 x) {
   f32 y = (f32)((n & 1u ? -c : s) / (n & 1u ? s : c));
   return x == 0.0f ? x : y;
 }
-D_SLOW f64 d_tan(f64 x) { return tan(x); }
+D_SLOW f64 d_tan(f64 x) { return d_is_near64(x) ? d_tan_near64(x) : tan(x); }
 
 //@ d_asin_poly
 // asin s - s for |s| <= 1/2, z = s^2: 2^-31.6 of asin s.
@@ -106,31 +174,6 @@ D_FN f32 d_asin_poly(f32 s, f32 z) {
   q = d_fma(q, z, 0.166666597f);
   return q * (z * s);
 }
-
-//@ d_asin
-D_LIBM(asin)
-// pi/2 - 2 asin(root) above 1/2, with what the square root's rounding left out.
-D_FN f32 d_asin(f32 x) {
-  f32 a = __builtin_fabsf(x), h = d_fma(a, -0.5f, 0.5f), root = __builtin_sqrtf(h);
-  bool big = a > 0.5f;
-  f32 s = big ? root : a, u = d_asin_poly(s, big ? h : a * a);
-  f32 rest = d_fma(-root, root, h) / (root + 1e-30f);            // twice the rounding error
-  f32 high = d_fma(root, -2.0f, 1.57079637f) - (d_fma(u, 2.0f, rest) + 4.37113883e-08f);
-  return a <= 1.0f ? __builtin_copysignf(big ? high : s + u, x) : D_NAN;
-}
-D_SLOW f64 d_asin(f64 x) { return asin(x); }
-
-//@ d_acos
-D_LIBM(acos)
-D_FN f32 d_acos(f32 x) {
-  f32 a = __builtin_fabsf(x), h = d_fma(a, -0.5f, 0.5f), root = __builtin_sqrtf(h);
-  bool big = a > 0.5f;
-  f32 s = big ? root : x, p = s + d_asin_poly(s, big ? h : x * x);
-  f32 high = x > 0.0f ? 2.0f * p : 3.14159274f - (2.0f * p + 8.74227766e-08f);
-  f32 y = big ? high : 1.57079637f - (p + 4.37113883e-08f);
-  return a <= 1.0f ? y : D_NAN;
-}
-D_SLOW f64 d_acos(f64 x) { return acos(x); }
 
 //@ d_atan_poly
 // atan t for |t| <= 1: 2^-31.
@@ -148,18 +191,41 @@ D_FN f32 d_atan_poly(f32 t) {
   return d_fma(q, z * t, t);
 }
 
+//@ d_atan_poly64
+// atan n/d for 0 <= n <= d: 2^-59 for t up to sqrt(2) - 1, pi/4 + atan t beyond.
+D_FN f64 d_atan_poly64(f64 n, f64 d) {
+  bool far = n > 0.41421356237309503 * d;
+  f64 t = (far ? n - d : n) / (far ? n + d : d), z = t * t;
+  f64 q = d_fma(z, 0.016284375049956695, -0.034569315063240416);
+  q = d_fma(q, z, 0.0455154473401848);
+  q = d_fma(q, z, -0.05230443640686046);
+  q = d_fma(q, z, 0.05878927554473668);
+  q = d_fma(q, z, -0.06666424760200507);
+  q = d_fma(q, z, 0.07692296368042296);
+  q = d_fma(q, z, -0.09090908753259112);
+  q = d_fma(q, z, 0.11111111105150588);
+  q = d_fma(q, z, -0.14285714285659779);
+  q = d_fma(q, z, 0.19999999999999804);
+  q = d_fma(q, z, -0.3333333333333333);
+  f64 p = d_fma(z * t, q, t);
+  return far ? 0.7853981633974483 + (p + 3.061616997868383e-17) : p;
+}
+
 //@ d_atan
-D_LIBM(atan)
 D_FN f32 d_atan(f32 x) {
   f32 a = __builtin_fabsf(x);
   bool big = a > 1.0f;
   f32 p = d_atan_poly((big ? -1.0f : a) / (big ? a : 1.0f));
   return __builtin_copysignf(big ? 1.57079637f + (p - 4.37113883e-08f) : p, x);
 }
-D_SLOW f64 d_atan(f64 x) { return atan(x); }
+D_FN f64 d_atan(f64 x) {
+  f64 a = __builtin_fabs(x);
+  bool big = a > 1.0;
+  f64 p = d_atan_poly64(big ? 1.0 : a, big ? a : 1.0);
+  return __builtin_copysign(big ? 1.5707963267948966 - (p - 6.123233995736766e-17) : p, x);
+}
 
 //@ d_atan2
-D_LIBM2(atan2)
 D_FN f32 d_atan2(f32 y, f32 x) {
   f32 a = __builtin_fabsf(x), b = __builtin_fabsf(y);
   bool swap = b > a;
@@ -171,21 +237,58 @@ D_FN f32 d_atan2(f32 y, f32 x) {
   p = (i32)d_bits(x) < 0 ? 3.14159274f - (p + 8.74227766e-08f) : p;
   return x != x || y != y ? D_NAN : __builtin_copysignf(p, y);
 }
-D_SLOW f64 d_atan2(f64 y, f64 x) { return atan2(y, x); }
+D_FN f64 d_atan2(f64 y, f64 x) {
+  f64 a = __builtin_fabs(x), b = __builtin_fabs(y);
+  bool swap = b > a;
+  f64 high = swap ? b : a, low = swap ? a : b;
+  f64 s = high > 1.0 ? 0.5 : 1.0;                                // their sum is finite
+  bool both = low == __builtin_inf();
+  f64 p = d_atan_poly64(both ? 1.0 : low * s, both | (high == 0.0) ? 1.0 : high * s);
+  p = swap ? 1.5707963267948966 - (p - 6.123233995736766e-17) : p;
+  p = (i64)d_bits(x) < 0 ? 3.141592653589793 - (p - 1.2246467991473532e-16) : p;
+  return (x != x) | (y != y) ? __builtin_nan("") : __builtin_copysign(p, y);
+}
+
+//@ d_asin
+// pi/2 - 2 asin(root) above 1/2, with what the square root's rounding left out.
+D_FN f32 d_asin(f32 x) {
+  f32 a = __builtin_fabsf(x), h = d_fma(a, -0.5f, 0.5f), root = __builtin_sqrtf(h);
+  bool big = a > 0.5f;
+  f32 s = big ? root : a, u = d_asin_poly(s, big ? h : a * a);
+  f32 rest = d_fma(-root, root, h) / (root + 1e-30f);            // twice the rounding error
+  f32 high = d_fma(root, -2.0f, 1.57079637f) - (d_fma(u, 2.0f, rest) + 4.37113883e-08f);
+  return a <= 1.0f ? __builtin_copysignf(big ? high : s + u, x) : D_NAN;
+}
+D_FN f64 d_asin(f64 x) { return d_atan2(x, __builtin_sqrt((1.0 - x) * (1.0 + x))); }
+
+//@ d_acos
+D_FN f32 d_acos(f32 x) {
+  f32 a = __builtin_fabsf(x), h = d_fma(a, -0.5f, 0.5f), root = __builtin_sqrtf(h);
+  bool big = a > 0.5f;
+  f32 s = big ? root : x, p = s + d_asin_poly(s, big ? h : x * x);
+  f32 high = x > 0.0f ? 2.0f * p : 3.14159274f - (2.0f * p + 8.74227766e-08f);
+  f32 y = big ? high : 1.57079637f - (p + 4.37113883e-08f);
+  return a <= 1.0f ? y : D_NAN;
+}
+D_FN f64 d_acos(f64 x) { return d_atan2(__builtin_sqrt((1.0 - x) * (1.0 + x)), x); }
 
 //@ d_hypot
-D_LIBM2(hypot)
 D_FN f32 d_hypot(f32 x, f32 y) {
   f64 a = (f64)x, b = (f64)y;
   f32 r = (f32)__builtin_sqrt(d_fma(a, a, b * b));
   return __builtin_fabsf(x) == D_INF || __builtin_fabsf(y) == D_INF ? D_INF : r;
 }
-D_SLOW f64 d_hypot(f64 x, f64 y) { return hypot(x, y); }
+D_FN f64 d_hypot(f64 x, f64 y) {
+  f64 a = __builtin_fabs(x), b = __builtin_fabs(y), m = b > a ? b : a;
+  f64 s = m > 0x1p500 ? 0x1p-600 : (m < 0x1p-400 ? 0x1p600 : 1.0);
+  f64 t = m > 0x1p500 ? 0x1p600 : (m < 0x1p-400 ? 0x1p-600 : 1.0);
+  f64 r = __builtin_sqrt(d_fma(a * s, a * s, (b * s) * (b * s))) * t;
+  return (a == __builtin_inf()) | (b == __builtin_inf()) ? __builtin_inf() : r;
+}
 
 // ----------------------------------------------------------------------- error and gamma functions
 
 //@ d_erf
-D_LIBM(erf)
 // x + x * E(x^2) below 0.92 (2^-30), 1 - 2^L(x) above (2^-33.6 of erf), where L is log2 erfc.
 D_FN f32 d_erf(f32 x) {
   f32 a = __builtin_fabsf(x), z = a * a;
@@ -209,7 +312,40 @@ D_FN f32 d_erf(f32 x) {
   f32 high = d_fma(-p, d_f32(n << 23), 1.0f);
   return d_signed(a < 0.92f ? low : high, x);
 }
-D_SLOW f64 d_erf(f64 x) { return erf(x); }
+// x + x * E(x^2) below 1 (2^-62), 1 - e^(-x^2) W(t) above (2^-57), t = (a - 3) / (a + 3).
+D_FN f64 d_erf(f64 x) {
+  f64 a = __builtin_fabs(x), z = a * a;
+  f64 q = d_fma(z, 5.957176147746114e-11, -1.1372848856789924e-09);
+  q = d_fma(q, z, 1.4659775274046955e-08);
+  q = d_fma(q, z, -1.6350312701054618e-07);
+  q = d_fma(q, z, 1.6461000484121361e-06);
+  q = d_fma(q, z, -1.4925595266831182e-05);
+  q = d_fma(q, z, 0.0001205533111164271);
+  q = d_fma(q, z, -0.000854832698083379);
+  q = d_fma(q, z, 0.0052239776248180145);
+  q = d_fma(q, z, -0.026866170645076792);
+  q = d_fma(q, z, 0.11283791670954879);
+  q = d_fma(q, z, -0.3761263890318375);
+  q = d_fma(q, z, 0.1283791670955126);
+  f64 b = 6.0 < a ? 6.0 : a, t = (b - 3.0) / (b + 3.0);
+  f64 w = d_fma(t, 3.381355142042904e-09, 1.2755818949624478e-06);
+  w = d_fma(w, t, 2.0135111426447427e-06);
+  w = d_fma(w, t, -8.00978093907608e-06);
+  w = d_fma(w, t, -1.2845780030775907e-05);
+  w = d_fma(w, t, 6.406279226046039e-05);
+  w = d_fma(w, t, 4.525434558991009e-05);
+  w = d_fma(w, t, -0.0005970624964924544);
+  w = d_fma(w, t, 0.0007077464666941425);
+  w = d_fma(w, t, 0.004269136356961225);
+  w = d_fma(w, t, -0.024392499318915004);
+  w = d_fma(w, t, 0.07166583719747308);
+  w = d_fma(w, t, -0.15011593650077898);
+  w = d_fma(w, t, 0.24560380171233487);
+  w = d_fma(w, t, -0.3262335600430372);
+  w = d_fma(w, t, 0.17900115118138996);
+  f64 high = d_fma(-d_exp(-b * b), w, 1.0);
+  return __builtin_copysign(a < 1.0 ? d_fma(q, a, a) : high, x);
+}
 
 //@ d_erf_for_one_plus
 // For 1 + erf(x): within 2^-23, the unit in the last place of such a sum from 1 on.

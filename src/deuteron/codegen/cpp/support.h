@@ -472,6 +472,10 @@ D_FN f32 d_cos_small(f32 x) {
   return d_f32(d_bits(n & 1u ? s : c) ^ (((n + 1u) & 2u) << 30));
 }
 
+D_FN f64 d_sin_small(f64 x) { return d_sin_near64(x); }
+D_FN f64 d_cos_small(f64 x) { return d_cos_near64(x); }
+D_FN f64 d_tan_small(f64 x) { return d_tan_near64(x); }
+
 //@ d_nontemporal
 // Copies a block that is complete to memory that nobody reads soon: whole lines go past the caches,
 // which then need not fetch what is overwritten.
