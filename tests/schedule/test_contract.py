@@ -257,6 +257,23 @@ def test_the_search_for_kernels_is_bounded(
     assert ("many results" in reasons) is refused
 
 
+@pytest.mark.parametrize(("dtype", "device"), [(torch.float32, "cpu"), (torch.bfloat16, "H200")])
+def test_a_factor_of_ones_is_none(dtype: torch.dtype, device: str) -> None:
+    """What is multiplied with it is summed."""
+
+    def f(x: Tensor, w: Tensor, u: Tensor) -> tuple[Tensor, Tensor]:
+        a = x @ w
+        sums = torch.ones_like(a) @ a
+        return torch.relu(sums) @ u, (a * 2) @ u
+
+    args = [torch.randint(-2, 3, (64, 64)).to(dtype) for _ in range(3)]
+    plan = planned(f, *args, device=device, run=device == "cpu")
+    assert plan.contractions
+    if device == "cpu":
+        for got, want in zip(plan.results, f(*args), strict=True):
+            torch.testing.assert_close(got, want)
+
+
 @pytest.mark.parametrize("name", ["causal", "transposed", "mlp", "rms_linear"])
 def test_values_are_made_in_blocks(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The reference executor needs no memory for all scores, and gives the same results."""

@@ -40,15 +40,15 @@ SMALL_RATES = {"f32": (15.0, 24.0), "f64": (8.4, 13.0), "bf16": (6.4, 14.0), "f1
 # not contiguous along the sum: they walk down blocks of its columns, 2 KiB of each row. EPYC, us,
 # one row of 2048 by 2048: f32 305 (library 220), f64 1650 (950).
 ACROSS_BANDWIDTH = 0.7
-# Products up to this many multiplications, and those of up to FEW_ROWS rows or columns, have no tile
-# worth sharing: they are loops, or the library's, before anything is fused.
+# Products up to this many multiplications, and those of up to FEW_ROWS rows or columns, have no
+# tile worth sharing: they are loops, or the library's, before anything is fused.
 SMALL_PRODUCT, FEW_ROWS = 32**3, 8
 # GPUs whose tensor cores multiply bf16, and the least side of what they multiply at once.
 TENSOR_CORES_SINCE, MIN_TENSOR_CORE_SIDE = (8, 0), 16
 # A library call's own time, through ATen and with its result's tensor (8 x 8 alone: 1.2 us).
 CALL_US, KERNEL_US = 2.5, 0.3
-# The same of half precision from so many multiplications on, which go to oneDNN (the Xeon: bf16 16 x
-# 16 2.8 us, 20 x 20 16.4, 64 x 64 16.9; f16 3.6, 15.0, 18.4).
+# The same of half precision from so many multiplications on, which go to oneDNN (the Xeon: bf16 16
+# x 16 2.8 us, 20 x 20 16.4, 64 x 64 16.9; f16 3.6, 15.0, 18.4).
 HALF_CALL_US, HALF_CALL_SINCE = 15.0, 16**3
 # Bytes per ns of one core where a product fits into the last cache (the same EPYC). What does
 # not waits for memory beside its arithmetic (Cascade Lake, 8 of 2048 x 64 by 64 x 2048: 64

@@ -42,6 +42,7 @@ LINEAR = frozenset(
     for name in (
         "neg", "_to_copy", "clone", "alias", "detach", "expand", "permute", "unsqueeze", "squeeze",
         "slice", "select", "sum", "mean", "view", "_unsafe_view", "reshape", "cumsum", "flip",
+        "roll",
     )
 )  # fmt: skip
 

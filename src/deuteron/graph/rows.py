@@ -35,7 +35,7 @@ ALONG = frozenset(
         "amax", "amin", "sum", "mean", "prod", "any", "all", "argmax", "argmin", "max", "min",
         "var", "std", "var_mean", "logsumexp", "cumsum", "gather", "scatter", "scatter_add",
         "_softmax", "_log_softmax", "unsqueeze", "squeeze", "slice", "select", "topk", "sort",
-        "cat", "flip", "select_scatter", "slice_scatter",
+        "cat", "flip", "roll", "select_scatter", "slice_scatter",
     )
 )  # fmt: skip
 SUMS = ("aten.sum", "aten.mean")

@@ -163,7 +163,8 @@ class _Closure:
             raise NoNest(f"{name} reduces one axis twice")
         self.note(body, table, deep=True)
         value = self.expr(name, body, table)
-        operands = factors_dtype(body) if kind == "sum" else None
+        # A factor of ones is none.
+        operands = factors_dtype(body) if kind == "sum" and value.op == "mul" else None
         if operands == "f32":
             operands = self.wide
         elif operands is not None:  # the statement says how they are rounded

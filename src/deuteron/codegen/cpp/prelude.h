@@ -75,6 +75,13 @@ D_FN f32 d_fma(f32 a, f32 b, f32 c) { return (f32)((f64)a * (f64)b + (f64)c); }
 D_FN f64 d_fma(f64 a, f64 b, f64 c) { return a * b + c; }
 #endif
 
+//@ d_poly
+// A polynomial in z, the highest coefficient first.
+template <class T> D_FN T d_poly(T, T q) { return q; }
+template <class T, class... Rest> D_FN T d_poly(T z, T q, T c, Rest... rest) {
+  return d_poly(z, d_fma(q, z, c), rest...);
+}
+
 //@ D_LIBM
 // Declarations of libm's functions. Their vector variants (libmvec) round otherwise than they do, so
 // that a number would depend on its place in a loop, and one computed again not be what it was.
