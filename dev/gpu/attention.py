@@ -22,6 +22,7 @@ import queue
 import time
 import traceback
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -303,8 +304,9 @@ def relative(got: list[Tensor], eager: list[Tensor], wide: list[Tensor]) -> floa
     return worst
 
 
-def prepared(row: Row) -> tuple[dict[str, Callable[[], Any]], float, float, float]:
-    """Calls by contender, compiled and warm; the error over eager's, MiB, seconds of our first."""
+def prepared(row: Row, alone: Any) -> tuple[dict[str, Callable[[], Any]], float, float, float]:
+    """Calls by contender, compiled and warm; the error over eager's, MiB, seconds of our first.
+    `alone`: a lock of all processes around eager's calls, which need much of the memory."""
     torch.manual_seed(0)
     args, f, peers = row.build()
     calls: dict[str, Call] = {"deuteron": torch.compile(f, backend="deuteron", dynamic=False)}
@@ -326,7 +328,9 @@ def prepared(row: Row) -> tuple[dict[str, Callable[[], Any]], float, float, floa
     got = one(calls["deuteron"])
     torch.cuda.synchronize()
     seconds = time.perf_counter() - start
-    off = float("nan") if row.random else relative(got, one(f), one(f, exact(args)))
+    with alone:
+        off = float("nan") if row.random else relative(got, one(f), one(f, exact(args)))
+        torch.cuda.empty_cache()
     del got
     torch.cuda.synchronize()
     torch.cuda.reset_peak_memory_stats()
@@ -337,8 +341,10 @@ def prepared(row: Row) -> tuple[dict[str, Callable[[], Any]], float, float, floa
     ready: dict[str, Callable[[], Any]] = {}
     for name, g in calls.items():
         try:
-            one(g)
-            torch.cuda.synchronize()
+            with alone if name == "eager" else nullcontext():
+                one(g)
+                torch.cuda.synchronize()
+                torch.cuda.empty_cache()
             ready[name] = partial(one, g)
         except Exception as e:  # a peer without this form
             print(f"  {name}: {type(e).__name__} {str(e).splitlines()[0][:100]}", flush=True)
@@ -346,14 +352,14 @@ def prepared(row: Row) -> tuple[dict[str, Callable[[], Any]], float, float, floa
     return ready, off, peak, seconds
 
 
-def work(name: str, patience: float, gate: Any, turn: Any, told: Any) -> None:
+def work(name: str, patience: float, gate: Any, alone: Any, turn: Any, told: Any) -> None:
     from triton.testing import do_bench
 
     row = ROWS[name]
     faulthandler.dump_traceback_later(patience)
     try:
         with gate:
-            calls, off, peak, seconds = prepared(row)
+            calls, off, peak, seconds = prepared(row, alone)
         faulthandler.cancel_dump_traceback_later()
         told.put((name, "ready"))
         turn.wait()
@@ -393,12 +399,13 @@ def main() -> None:
     begin = time.monotonic()
     end = begin + asked.seconds
     context = multiprocessing.get_context("spawn")
-    gate, told = context.Semaphore(asked.jobs), context.Queue()
+    gate, alone, told = context.Semaphore(asked.jobs), context.Lock(), context.Queue()
     names = asked.names or list(ROWS)
     turns = {n: context.Event() for n in names}
     patience = PREPARING * asked.seconds
     workers = {
-        n: context.Process(target=work, args=(n, patience - 5, gate, turns[n], told)) for n in names
+        n: context.Process(target=work, args=(n, patience - 5, gate, alone, turns[n], told))
+        for n in names
     }
     for w in workers.values():
         w.start()
