@@ -85,6 +85,12 @@ def test_between_the_cuts() -> None:
     assert index_between_cuts(at, short) is at and not cut_positions([read(at)], short)
 
 
+def test_long_axes_are_not_counted_through() -> None:
+    n = 1 << 40
+    long = Axis("k", n)
+    assert [m.value for m in cut_positions([read(mod(long.index + 5, const(n)))], long)] == [n - 5]
+
+
 def same(f: Callable[..., Tensor], *args: Tensor) -> None:
     torch._dynamo.reset()
     got, want = torch.compile(f, backend="deuteron")(*args), f(*args)

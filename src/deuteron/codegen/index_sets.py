@@ -146,10 +146,10 @@ def _wraps(index: Index, axis: Axis) -> Iterator[int]:
     for m in index.atoms():
         if not isinstance(m, Mod) or extent is None or m.num.coefficient(axis) != const(1):
             continue
-        rest = (m.num - axis.index).value
-        if rest is not None and m.den.value is not None:
-            places = [p for p in range(1, extent) if (p + rest) % m.den.value == 0][:2]
-            yield from places if len(places) == 1 else ()
+        rest, size = (m.num - axis.index).value, m.den.value
+        if rest is not None and size:
+            first = -rest % size or size
+            yield from (first,) if first < extent <= first + size else ()
 
 
 def index_between_cuts(index: Index, axis: Axis) -> Index:

@@ -174,9 +174,8 @@ class Points(PassWriter):
             name = em.name_axis(index_set.axis)
             with em.inside(index_set.axis, self.v) as scope:
                 for n in calls:
-                    limit = scalars.FAST_LIMITS[n.op, n.dtype]
-                    size = "__builtin_fabsf" if n.dtype == "f32" else "__builtin_fabs"
-                    scope.add(f"far |= !({size}({em.value(n.args[0])}) < {limit});")
+                    near = scalars.FAST_TESTS[n.op, n.dtype].format(em.value(n.args[0]))
+                    scope.add(f"far |= !({near});")
             extra = ", bad" if scope.checked else ""
             block.add(f"#pragma omp simd reduction(|:far{extra})")
             block.loop(f"for (long long {name} = {low}; {name} < {high}; ++{name})", scope.lines)
@@ -200,9 +199,10 @@ class Points(PassWriter):
         if self.v in self.conflicts:
             return []
         nodes = unique_nodes(r for p in index_set.statements for r in roots_of(p))
-        calls = [n for n in nodes if (n.op, n.dtype) in scalars.FAST_LIMITS and em.deps(n) & inner]
+        calls = [n for n in nodes if (n.op, n.dtype) in scalars.FAST_TESTS and em.deps(n) & inner]
         below = unique_nodes(n.args[0] for n in calls)
-        costly = any(n.op in ("random", "reduce", "check", "sin", "cos", "tan") for n in below)
+        costs = {"random", "reduce", "check", *(name for name, _ in scalars.FAST_TESTS)}
+        costly = any(n.op in costs for n in below)
         return [] if costly or flops_of(below) > FAST_CALL_FLOPS else calls
 
     def plain_loop(self, index_set: IndexSet, start: str, end: str) -> None:

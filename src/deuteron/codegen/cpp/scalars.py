@@ -114,15 +114,14 @@ def literal(value: Any, dtype: str) -> str:
     return str(value) if value >= 0 else f"({value})"
 
 
-# Functions whose arguments are nearly always small: the limit (C text) of the fast version
-# ``d_<op>_small``.
-FAST_LIMITS = {
-    **dict.fromkeys((("sin", "f32"), ("cos", "f32")), "8192.0f"),
-    **dict.fromkeys((("sin", "f64"), ("cos", "f64"), ("tan", "f64")), "1073741824.0"),
+# Functions whose arguments are nearly always small: C text of whether one is, for ``d_<op>_small``.
+FAST_TESTS = {
+    **dict.fromkeys((("sin", "f32"), ("cos", "f32")), "__builtin_fabsf({}) < 8192.0f"),
+    **dict.fromkeys((("sin", "f64"), ("cos", "f64"), ("tan", "f64")), "d_is_near64({})"),
 }
 FAST_HELPERS = frozenset(
     ("d_trig_small", "d_sin_poly", "d_cos_poly", "d_fma", "d_bits", "d_f32")
-    + ("d_sin_near64", "d_cos_near64", "d_tan_near64")
+    + ("d_is_near64", "d_sin_near64", "d_cos_near64", "d_tan_near64")
 )
 
 
