@@ -16,20 +16,16 @@ def test_reasons_of_a_small_model() -> None:
     tried = []
     for part in told.data["parts"]:
         graph = dependencies(part)
-        assert graph.number_of_nodes() == len(part["steps"])
+        assert {step for step, _ in graph} == set(range(len(part["steps"])))
         tried += [holds(part, graph, r) for r in part["refusals"]]
     assert tried.count(True) >= 4 and False not in tried
 
 
 def test_a_false_reason_is_found() -> None:
     """Two independent kernels: nothing makes a cycle."""
-    part = {
-        "steps": [
-            {"reads": ["x"], "writes": ["a"], "ops": [{"node": "a"}], "nest": "", "device": "cpu"},
-            {"reads": ["x"], "writes": ["b"], "ops": [{"node": "b"}], "nest": "", "device": "cpu"},
-        ],
-        "tensors": {},
-    }
+    step = {"kind": "library", "reads": ["x"], "nest": "", "device": "cpu"}
+    steps = [step | {"writes": [n], "ops": [{"node": n}]} for n in "ab"]
+    part = {"steps": steps, "tensors": {}}
     graph = dependencies(part)
     claim = {"first": "a", "second": "b", "first_node": "a", "second_node": "b", "detail": ""}
     assert holds(part, graph, {**claim, "reason": "cycle"}) is False
@@ -40,6 +36,20 @@ def test_a_false_reason_is_found() -> None:
     assert holds(part, graph, {**spaces, "detail": "[4x8 | 64] and [32 | 64]: nothing"}) is None
 
 
+def test_loops_of_one_kernel_depend_on_one_another() -> None:
+    """As do those of kernels before it; what is added to is not read from before."""
+    nest = """    for i < 8; over r < 4:
+        a_part[i] = sum[r](x[r, i])
+    barrier
+    once:
+        b[0] = a_part[0] + y[()]
+"""
+    kernel = {"kind": "kernel", "reads": ["x", "y"], "writes": ["a.part", "b"], "nest": nest}
+    call = {"kind": "library", "reads": ["x"], "writes": ["y"], "nest": ""}
+    graph = dependencies({"steps": [call, kernel], "tensors": {}})
+    assert set(graph.edges) == {((0, 0), (1, 1)), ((1, 0), (1, 1))}
+
+
 def test_a_large_product_is_the_librarys() -> None:
-    assert product_holds("256x256 by 256x256", generated=False)
-    assert not product_holds("256x256 by 256x256", generated=True)
+    assert product_holds(("256x256 by 256x256", False, False, False))
+    assert not product_holds(("256x256 by 256x256", False, False, True))

@@ -31,9 +31,9 @@ GENERATED_RATES: dict[str, tuple[Rates, Rates]] = {
     "bf16": ((21, 21, 21, 21, 0.3), (28, 29, 32, 34, 0.3)),
     "f16": ((9, 9, 9, 9, 0.1), (15, 15, 15, 15, 0.1)),
 }
-# The least that they reach, along and across, where each operand has at most SMALL_OPERAND elements
-# and stays in the second cache (Xeon with AVX-512, torch 2.13, 24 x 128 by 128 x 48 to 128 x 256 by
-# 256 x 256: medians of ten).
+# The least that they reach, with both operands along the sum and otherwise, where each has at most
+# SMALL_OPERAND elements and stays in the second cache (Xeon with AVX-512, torch 2.13, 24 x 128 by
+# 128 x 48 to 128 x 256 by 256 x 256: medians of ten).
 SMALL_OPERAND = 1 << 16
 SMALL_RATES = {"f32": (15.0, 24.0), "f64": (8.4, 13.0), "bf16": (6.4, 14.0), "f16": (3.3, 5.9)}
 # What of memory's bandwidth generated loops reach in products of one row whose larger operand is
@@ -47,6 +47,10 @@ SMALL_PRODUCT, FEW_ROWS = 32**3, 8
 TENSOR_CORES_SINCE, MIN_TENSOR_CORE_SIDE = (8, 0), 16
 # A library call's own time, through ATen and with its result's tensor (8 x 8 alone: 1.2 us).
 CALL_US, KERNEL_US = 2.5, 0.3
+# What it takes longer on several threads, which it uses from so many multiplications on, beside the
+# share of each: between other kernels, two threads, twelve products of 0.2 to 0.9 M (EPYC with
+# AVX-512: 4 to 9 us, by where its host runs the two; Xeon: 8). MKL: 20 x 20 0.1, 24 x 24 1.5.
+TEAM_US, TEAM_SINCE = 4.0, 24**3
 # The same of half precision from so many multiplications on, which go to oneDNN (the Xeon: bf16 16
 # x 16 2.8 us, 20 x 20 16.4, 64 x 64 16.9; f16 3.6, 15.0, 18.4).
 HALF_CALL_US, HALF_CALL_SINCE = 15.0, 16**3
@@ -92,8 +96,9 @@ def tf32() -> bool:
 class Product:
     """``a[batch, m, k] @ b[batch, k, n]`` at hinted sizes.
 
-    `along`: the larger operand is contiguous along k. `around`: whether something pointwise would
-    share its kernel, which is a kernel and a round trip of the result beside a library call.
+    `along`: the larger operand is contiguous along k; `dots`: both are, so that loops have no
+    vectors along the result. `around`: whether something pointwise would share its kernel, which is
+    a kernel and a round trip of the result beside a library call.
     """
 
     batch: int
@@ -104,6 +109,7 @@ class Product:
     itemsize: int
     along: bool
     around: bool
+    dots: bool = False
 
     @property
     def work(self) -> int:
@@ -150,6 +156,7 @@ def library_us(p: Product, spec: DeviceSpec) -> float:
         apart = not spec.keeps(p.moved) and min(p.m, p.n) >= RATE_ROWS[-1]
         half = p.dtype in ("bf16", "f16") and p.work > HALF_CALL_SINCE
         call = HALF_CALL_US if half else CALL_US
+        call += TEAM_US if spec.cores > 1 and p.work >= TEAM_SINCE else 0.0
         return call + beside + (moving + computed if apart else max(moving, computed))
     unit = p.dtype if p.dtype in ("bf16", "f16") else "f64" if p.dtype == "f64" else "f32"
     computed = spec.compute_us(2 * p.work, unit) / GPU_LIBRARY_SHARE
@@ -162,7 +169,7 @@ def generated_us(p: Product, spec: DeviceSpec) -> float:
     if spec.kind == "cpu":
         each = rate(GENERATED_RATES, p, up=True)
         if p.k * max(p.m, p.n) <= SMALL_OPERAND:
-            each = max(each, SMALL_RATES.get(p.dtype, SMALL_RATES["f32"])[not p.along])
+            each = max(each, SMALL_RATES.get(p.dtype, SMALL_RATES["f32"])[not p.dots])
         walked = min(p.m, p.n) == 1 and not p.along and p.work > SMALL_PRODUCT
         moving = memory_us(p, spec) / (ACROSS_BANDWIDTH if walked else 1.0)
         return KERNEL_US + max(moving, p.work / (each * 1e3 * spec.cores))

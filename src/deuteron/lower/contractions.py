@@ -47,6 +47,8 @@ def choose_contraction(ctx: LowerContext, a: Value, b: Value) -> str:
         us=round(theirs - ours, 3),
         generated_us=ours,
         library_us=theirs,
+        along=p.along,
+        dots=p.dots,
     )
     return "generated" if loops else text
 
@@ -54,9 +56,8 @@ def choose_contraction(ctx: LowerContext, a: Value, b: Value) -> str:
 def described(ctx: LowerContext, a: Value, b: Value) -> Product:
     *batch, m, k = a.shape
     n = b.shape[-1]
-    larger, axis = (b, -2) if hint(n) >= hint(m) else (a, -1)
-    view = ctx.strided(larger)
-    along = view is None or view.strides[axis].value == 1
+    views = ((ctx.strided(a), -1), (ctx.strided(b), -2))
+    sides = [view is None or view.strides[axis].value == 1 for view, axis in views]
     return Product(
         hint(product(batch)),
         hint(m),
@@ -64,8 +65,9 @@ def described(ctx: LowerContext, a: Value, b: Value) -> Product:
         hint(n),
         a.dtype,
         ITEMSIZE[a.dtype],
-        along,
+        sides[hint(n) >= hint(m)],
         surrounded(ctx),
+        all(sides),
     )
 
 

@@ -20,13 +20,14 @@ from typing import Any, TypeVar
 
 from deuteron.base.device import DeviceSpec
 from deuteron.base.memo import MEMO
-from deuteron.base.products import share_kernels, tf32
+from deuteron.base.products import Product, library_us, share_kernels, tf32
 from deuteron.base.record import Record
 from deuteron.ir.nest import Nest
 from deuteron.ir.program import Compute, Extern, Layout, tensors_read
 from deuteron.schedule.alike import Naming, numbered, restored, restored_text
+from deuteron.schedule.cache_tile import sole_product
 from deuteron.schedule.closure import closure, factors_dtype
-from deuteron.schedule.cover import Computes, Layouts, Names, cover, predicted_us, tilings
+from deuteron.schedule.cover import Computes, Kernels, Layouts, Names, cover, predicted_us, tilings
 from deuteron.schedule.data_masks import tabled
 from deuteron.schedule.group import Group, group_of_one
 from deuteron.schedule.legality import Refusal, fits
@@ -87,12 +88,29 @@ class Offer:
         return Refusal("leaves more in memory", why) if more else Refusal("another saves more", why)
 
 
+def contracted(kernels: Kernels, computes: Computes, naming: Naming) -> Iterator[Contracted]:
+    """Kernels of alike computations as those of `computes`."""
+    for k in kernels:
+        inside = tuple(computes[naming(n)] for n in k.computes)
+        made = tuple((naming(n), x) for n, x in k.made)
+        nest, device = restored(k.nest, naming), inside[-1].layout.device
+        yield Contracted(inside, nest, k.tiling, k.estimate, device, made)
+
+
 def called(
     computes: Computes, sinks: Names, layouts: Layouts, spec: DeviceSpec, wide: str
 ) -> float | None:
     """Microseconds of the library's call for one product; None where that is no nest."""
     nest = closure(computes, sinks, wide)
     return None if isinstance(nest, Refusal) else tilings(spec).library_us(nest, layouts, spec)
+
+
+def sole(
+    computes: Computes, sinks: Names, layouts: Layouts, spec: DeviceSpec, wide: str
+) -> Product | None:
+    """One product that may have a kernel of its own; None where programs share tiles."""
+    nest = Refusal("no nest") if spec.shared else closure(computes, sinks, wide)
+    return None if isinstance(nest, Refusal) else sole_product(nest, layouts)
 
 
 PlainStep = tuple[Group, float] | Extern
@@ -166,8 +184,54 @@ class Contraction:
             if k in taken:
                 out += taken[k]
             elif k not in gone:
-                out.append(self.steps[k])
+                out += self.alone(k)
+        if self.whole:
+            self.judge_again(out)
         return tuple(out)
+
+    def judge_again(self, steps: Sequence[OrderedStep]) -> None:
+        """Two kernels that were not merged as a third stands between may have it in one of them
+        now: that is the reason then."""
+        stood, stands = Between(self.steps), Between(steps)
+        for d in self.record.of("decision"):
+            if d["subject"] == "fuse" and d["reason"] == "cycle":
+                ends = d["first"], d["second"]
+                if stood.any(*ends) and not stands.any(*ends):
+                    why = "what stood between them is in one kernel with a product of theirs"
+                    self.record.add(**d | {"reason": "in another kernel", "detail": why})
+
+    def alone(self, k: int) -> Iterator[OrderedStep]:
+        """A step that shares no kernel: a product has one of its own where the call takes longer,
+        and the guard has not found otherwise."""
+        step = self.steps[k]
+        own = self.own_kernel(step) if self.products[k] and isinstance(step, Extern) else None
+        if own is None:
+            yield step
+        else:
+            self.layouts.update(x for s in own for x in s.made)
+            yield from own
+
+    def own_kernel(self, call: Extern) -> tuple[Contracted, ...] | None:
+        """Of a product, where that is faster than its call, and the guard has not found otherwise;
+        not where programs share tiles: there `lower` has asked."""
+        node, computes = call.origins[-1].node, {c.name: c for c in call.product}
+        spec = self.specs[call.product[-1].layout.device]
+        p = self.reckon(sole, computes, [call.product[-1].name], spec)[0]
+        if p is None or node in self.unfused:
+            return None
+        kernels, naming = self.reckon(cover, computes, [call.product[-1].name], spec)
+        if isinstance(kernels, Refusal):
+            return None
+        ours, theirs = predicted_us(kernels), library_us(p, spec)
+        taken = ours <= (1 - MIN_GAIN) * theirs
+        self.record.add(
+            "decision", subject="product", accepted=taken,
+            reason="generated" if taken else "library",
+            detail=f"{p}: generated {ours:.1f} us, the library {theirs:.1f} us",
+            first=node, us=round(theirs - ours, 3),
+            generated_us=ours, library_us=theirs, along=p.along, dots=p.dots,
+        )  # fmt: skip
+        return tuple(contracted(kernels, computes, naming)) if taken else None
 
     def move(self, region: frozenset[int]) -> None:
         """The region's steps follow one another, and what needs them follows."""
@@ -320,18 +384,8 @@ class Contraction:
         if us > (1 - MIN_GAIN) * before:
             self.refuse(region, Refusal("no gain", text))
             return None
-        made = (
-            Contracted(
-                tuple(computes[naming(n)] for n in k.computes),
-                restored(k.nest, naming),
-                k.tiling,
-                k.estimate,
-                device,
-                tuple((naming(n), x) for n, x in k.made),
-            )
-            for k in found
-        )
-        return Offer(region, before - us, self.left(region, spec), text, tuple(made))
+        made = tuple(contracted(found, computes, naming))
+        return Offer(region, before - us, self.left(region, spec), text, made)
 
     def between(self, region: frozenset[int], sinks: Sequence[str], spec: DeviceSpec) -> float:
         """Microseconds for what the steps of a region store for one another, and one kernel does
@@ -440,7 +494,35 @@ class Contraction:
         )  # fmt: skip
 
 
-def names_made(step: PlainStep) -> set[str]:
+class Between:
+    """Whether a third stands between two steps: which needs the one and is needed by the other."""
+
+    def __init__(self, steps: Sequence[OrderedStep]) -> None:
+        self.home = {n: k for k, s in enumerate(steps) for n in names_made(s)}
+        for k, s in enumerate(steps):  # what is stored nowhere is not read either
+            inside = s.computes if isinstance(s, Contracted) else ()
+            self.home |= {c.name: k for c in inside if c.name not in self.home}
+        self.needs = [
+            {self.home[n] for n in names_read(s) if self.home.get(n, k) != k}
+            for k, s in enumerate(steps)
+        ]
+        self.reached: list[int] = []  # bits of all that a step needs
+        for needed in self.needs:
+            self.reached.append(0)
+            for n in needed:
+                self.reached[-1] |= self.reached[n] | 1 << n
+
+    def any(self, first: str, second: str) -> bool:
+        if first not in self.home or second not in self.home:
+            return False
+        ends = self.home[first], self.home[second]
+        both = (ends, ends[::-1])
+        return any(self.reached[n] >> a & 1 for a, b in both for n in self.needs[b] - {a})
+
+
+def names_made(step: OrderedStep) -> set[str]:
+    if isinstance(step, Contracted):
+        return set(step.nest.tensors()[1])
     if isinstance(step, Extern):
         return {n for n in step.names if n}
     return {m.name for m in step[0].members} | set(step[0].partials.values())
@@ -450,7 +532,9 @@ def is_impure(step: PlainStep) -> bool:
     return isinstance(step, Extern) and step.impure
 
 
-def names_read(step: PlainStep) -> set[str]:
+def names_read(step: OrderedStep) -> set[str]:
+    if isinstance(step, Contracted):
+        return set(step.nest.tensors()[0])
     if isinstance(step, Extern):
         return {*tensors_read(step), *step.mutates}
     return set(step[0].inputs)

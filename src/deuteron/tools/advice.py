@@ -90,7 +90,7 @@ REFUSALS: dict[str, Advice] = {
         "Nothing to change: the product is in that kernel.",
     ),
     "in another kernel": Advice(
-        "a part of it is in a kernel already, with an earlier product",
+        "a part of it, or what stands between, is in a kernel already, with a product",
         "Nothing to change: what a kernel has is not computed again in another one.",
     ),
     "kept unfused": Advice(

@@ -138,6 +138,15 @@ def seconds_per_call(call: Callable[[], Any], calls: int, device: str) -> float:
     return (time.perf_counter() - start) / calls
 
 
+def calls_in(seconds: float, call: Callable[[], Any], device: str) -> int:
+    """How many calls take about so long. A first call, whose threads have to wake up, may take ten
+    times what others do: counts grow until they take a tenth of `seconds`."""
+    count = 1
+    while (each := seconds_per_call(call, count, device)) * count < seconds / 10:
+        count *= 4
+    return max(1, round(seconds / each))
+
+
 def interleaved(
     calls: Sequence[Callable[[], Any]], seconds: float, device: str, least: int = LEAST_ROUNDS
 ) -> list[list[float]]:
@@ -148,7 +157,7 @@ def interleaved(
     guesses = [seconds_per_call(c, 1, device) for c in calls]
     if not least and sum(guesses) > seconds:
         return [[g] for g in guesses]
-    batches = [max(1, round(BATCH_S[device] / max(g, 1e-7))) for g in guesses]
+    batches = [calls_in(BATCH_S[device], c, device) for c in calls]
     times: list[list[float]] = [[] for _ in calls]
     order = random.Random(0)
     with collector_off():

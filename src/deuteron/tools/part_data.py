@@ -138,11 +138,8 @@ class PartData:
     def data(self) -> Data:
         record = self.part.record
         steps = [self.step(k, s) for k, s in enumerate(self.loaded.schedule.steps)]
-        refused = [
-            self.refusal(d)
-            for d in record.of("decision")
-            if d["subject"] == "fuse" and not d["accepted"]
-        ]
+        last = {(d["first"], d["second"]): d for d in decisions(record, "fuse")}  # the last counts
+        refused = [self.refusal(d) for d in last.values() if not d["accepted"]]
         calls = [n for n in self.nodes.values() if n.op == "call_function"]
         operations = sum(op_name(n.target) != "getitem" for n in calls)
         tensors = self.tensors(steps)
@@ -265,8 +262,8 @@ class PartData:
             "chunks": None,
             "reason": "",
             "uncertain": uncertain(k, self.part.context.spec(k.device)),
-            "product": next((product_data(self.chosen[o.node]) for o in k.origins
-                             if o.node in self.chosen), None),
+            "product": next((product_data(self.chosen[o.node], called=False)
+                             for o in k.origins if o.node in self.chosen), None),
         }  # fmt: skip
 
     def call(self, e: Extern) -> Data:
@@ -308,7 +305,7 @@ class PartData:
             "chunks": chunks(repeated) if repeated else None,
             "uncertain": "",
             "reason": "its rows run in chunks (option chunk_mib)" if repeated else e.reason,
-            "product": product_data(chosen) if chosen else None,
+            "product": product_data(chosen, called=True) if chosen else None,
         }
 
     def bytes(self, name: str) -> int:
@@ -377,13 +374,17 @@ def decisions(record: Any, subject: str) -> list[Data]:
     return [d for d in record.of("decision") if d["subject"] == subject]
 
 
-def product_data(d: Mapping[str, Any]) -> Data:
-    """Who could multiply, with the estimate of each."""
+def product_data(d: Mapping[str, Any], called: bool) -> Data:
+    """Who could multiply, with the estimate of each for the product alone; none of them was chosen
+    where it is in a kernel with what surrounds it. `along`, `dots`: see `base.products.Product`."""
+    ours = bool(d["accepted"]) and not called
     return {
         "shape": str(d["detail"]).partition(":")[0],
+        "along": d["along"],
+        "dots": d["dots"],
         "candidates": [
-            {"who": "generated loops", "us": d["generated_us"], "chosen": bool(d["accepted"])},
-            {"who": "library", "us": d["library_us"], "chosen": not d["accepted"]},
+            {"who": "generated", "us": d["generated_us"], "chosen": ours},
+            {"who": "library", "us": d["library_us"], "chosen": called},
         ],
     }
 

@@ -172,7 +172,7 @@ def products(data: Data) -> list[dict[str, Any]]:
             us = {c["who"]: c["us"] for c in chosen["candidates"]} if chosen else {}
             rows.append({
                 "part": p["id"], "where": where(p, s), "shape": chosen["shape"] if chosen else "",
-                "who": s["name"], "loops": us.get("generated loops"), "library": us.get("library"),
+                "who": s["name"], "ours": us.get("generated"), "library": us.get("library"),
                 "us": s["us"], "share": s["share"], "configs": "; ".join(s["configs"][:1]),
             })  # fmt: skip
     return sorted(rows, key=lambda r: -r["us"])[:300]
