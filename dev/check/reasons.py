@@ -232,7 +232,7 @@ def maps_differ(detail: str) -> bool | None:
     return False
 
 
-Choice = tuple[str, bool, bool, bool]  # shape, `along` and `dots` of `base.products.Product`, loops
+Choice = tuple[str, bool, bool, bool]  # shape, whether operands lie along the sum, whether ours
 
 
 def product_holds(choice: Choice, dtype: torch.dtype = torch.float32) -> bool:
@@ -242,13 +242,13 @@ def product_holds(choice: Choice, dtype: torch.dtype = torch.float32) -> bool:
 
 def times_slower(choice: Choice, dtype: torch.dtype = torch.float32) -> float:
     """The time of the way chosen over that of the other, timed in turn: the least of trials."""
-    shape, along, dots, generated = choice
+    shape, *along, generated = choice
     batch, m, k, _, n = (int(x or 1) for x in SHAPE.fullmatch(shape).groups())  # type: ignore[union-attr]
     x, w = torch.randn(batch, m, k, dtype=dtype), torch.randn(batch, k, n, dtype=dtype)
-    if dots or n >= m and along:
-        w = w.mT.contiguous().mT
-    if not dots and (m > n) != along:
+    if not along[0]:
         x = x.mT.contiguous().mT
+    if along[1]:
+        w = w.mT.contiguous().mT
 
     def f(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
         return torch.bmm(x, w) if batch > 1 else x[0] @ w[0]
@@ -266,10 +266,10 @@ def times_slower(choice: Choice, dtype: torch.dtype = torch.float32) -> float:
             call(x, w)
         return call
 
-    loops, library = form(True), form(False)
+    generated_form, library = form(True), form(False)
     least = math.inf
     for _ in range(TRIALS):
-        times = interleaved([lambda: loops(x, w), lambda: library(x, w)], 0.5, "cpu")
+        times = interleaved([lambda: generated_form(x, w), lambda: library(x, w)], 0.5, "cpu")
         rounds = zip(*(times if generated else times[::-1]), strict=True)
         least = min(least, statistics.median(mine / other for mine, other in rounds))
         if least <= 1 + SLACK:
@@ -289,8 +289,9 @@ def gathered() -> tuple[list[tuple[str, Data, Any, Data]], dict[Choice, str]]:
             refusals += [(name, part, graph, r) for r in part["refusals"]]
             for s in part["steps"]:
                 p = s["product"]
-                if p and (who := [c["who"] for c in p["candidates"] if c["chosen"]]):
-                    choice = p["shape"], p["along"], p["dots"], who != ["library"]
+                who = [c["who"] for c in p["candidates"] if c["chosen"]] if p else []
+                if who and len(p["candidates"]) > 1:
+                    choice = p["shape"], *p["along"], who != ["library"]
                     products.setdefault(choice, name)
     return refusals, products
 
@@ -330,12 +331,12 @@ def main() -> int:
         slower = times_slower(choice)
         if slower > 1 + SLACK:
             false["product"] += 1
-            shape, along, dots, chosen = choice
-            order = "both along" if dots else "along" if along else "across"
+            shape, *along, chosen = choice
+            order = " by ".join("along" if x else "across" for x in along)
             who = "generated" if chosen else "by the library"
             print(f"not true: {shape}, {order}, {who}: {slower:.2f} times the other")
-    loops = sum(chosen for *_, chosen in some)
-    print(f"{len(some)} of {len(choices)} products, {loops} as loops, of "
+    ours = sum(chosen for *_, chosen in some)
+    print(f"{len(some)} of {len(choices)} products, {ours} generated, of "
           f"{len({choices[x] for x in some})} models")  # fmt: skip
     for reason in sorted(tried | left):
         known = f"{tried[reason] - false[reason]} of {tried[reason]} true"

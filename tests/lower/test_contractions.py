@@ -28,9 +28,9 @@ def calls(p: Program) -> list[Extern]:
     return [d for d in p.defs if isinstance(d, Extern)]
 
 
-def product(m: int, k: int, n: int, dtype: str = "f32", **more: Any) -> Product:
+def product(m: int, k: int, n: int, dtype: str = "f32", *, along: bool, around: bool) -> Product:
     size = {"f32": 4, "f64": 8, "bf16": 2, "f16": 2}[dtype]
-    return Product(**{**dict(batch=1, m=m, k=k, n=n, dtype=dtype, itemsize=size), **more})
+    return Product(1, m, k, n, dtype, size, (along, along), around)
 
 
 def test_one_row_is_generated_and_many_are_called() -> None:

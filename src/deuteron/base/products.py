@@ -50,7 +50,7 @@ CALL_US, KERNEL_US = 2.5, 0.3
 # What it takes longer on several threads, which it uses from so many multiplications on, beside the
 # share of each: between other kernels, two threads, twelve products of 0.2 to 0.9 M (EPYC with
 # AVX-512: 4 to 9 us, by where its host runs the two; Xeon: 8). MKL: 20 x 20 0.1, 24 x 24 1.5.
-TEAM_US, TEAM_SINCE = 4.0, 24**3
+TEAM_US, TEAM_SINCE = 6.0, 24**3
 # The same of half precision from so many multiplications on, which go to oneDNN (the Xeon: bf16 16
 # x 16 2.8 us, 20 x 20 16.4, 64 x 64 16.9; f16 3.6, 15.0, 18.4).
 HALF_CALL_US, HALF_CALL_SINCE = 15.0, 16**3
@@ -96,9 +96,8 @@ def tf32() -> bool:
 class Product:
     """``a[batch, m, k] @ b[batch, k, n]`` at hinted sizes.
 
-    `along`: the larger operand is contiguous along k; `dots`: both are, so that loops have no
-    vectors along the result. `around`: whether something pointwise would share its kernel, which is
-    a kernel and a round trip of the result beside a library call.
+    `sides`: whether each operand is contiguous along k. `around`: whether something pointwise would
+    share its kernel, which is a kernel and a round trip of the result beside a library call.
     """
 
     batch: int
@@ -107,9 +106,18 @@ class Product:
     n: int
     dtype: str
     itemsize: int
-    along: bool
+    sides: tuple[bool, bool]
     around: bool
-    dots: bool = False
+
+    @property
+    def along(self) -> bool:
+        """Whether the larger operand is contiguous along k."""
+        return self.sides[self.n >= self.m]
+
+    @property
+    def dots(self) -> bool:
+        """Whether both are: loops have no vectors along the result."""
+        return all(self.sides)
 
     @property
     def work(self) -> int:
@@ -140,10 +148,10 @@ def rate(table: dict[str, tuple[Rates, Rates]], p: Product, up: bool = False) ->
     return next(r for n, r in zip(reversed(RATE_ROWS), reversed(row), strict=True) if n <= least)
 
 
-def memory_us(p: Product, spec: DeviceSpec) -> float:
-    """Moving operands and result: what a CPU's last cache keeps is there."""
-    cached = p.moved / (CACHE_BYTES_PER_NS * 1e3 * spec.cores)
-    return cached if spec.keeps(p.moved) else spec.memory_us(p.moved)
+def memory_us(moved: int, spec: DeviceSpec) -> float:
+    """Moving operands and result, in bytes: what a CPU's last cache keeps is there."""
+    cached = moved / (CACHE_BYTES_PER_NS * 1e3 * spec.cores)
+    return cached if spec.keeps(moved) else spec.memory_us(moved)
 
 
 def library_us(p: Product, spec: DeviceSpec) -> float:
@@ -152,7 +160,7 @@ def library_us(p: Product, spec: DeviceSpec) -> float:
     if spec.kind == "cpu":
         computed = p.work / (rate(LIBRARY_RATES, p) * 1e3 * spec.cores)
         beside += KERNEL_US if p.around else 0.0
-        moving = memory_us(p, spec)
+        moving = memory_us(p.moved, spec)
         apart = not spec.keeps(p.moved) and min(p.m, p.n) >= RATE_ROWS[-1]
         half = p.dtype in ("bf16", "f16") and p.work > HALF_CALL_SINCE
         call = HALF_CALL_US if half else CALL_US
@@ -161,7 +169,7 @@ def library_us(p: Product, spec: DeviceSpec) -> float:
     unit = p.dtype if p.dtype in ("bf16", "f16") else "f64" if p.dtype == "f64" else "f32"
     computed = spec.compute_us(2 * p.work, unit) / GPU_LIBRARY_SHARE
     beside += spec.launch_us if p.around else 0.0
-    return spec.launch_us + beside + max(memory_us(p, spec), computed)
+    return spec.launch_us + beside + max(memory_us(p.moved, spec), computed)
 
 
 def generated_us(p: Product, spec: DeviceSpec) -> float:
@@ -171,12 +179,12 @@ def generated_us(p: Product, spec: DeviceSpec) -> float:
         if p.k * max(p.m, p.n) <= SMALL_OPERAND:
             each = max(each, SMALL_RATES.get(p.dtype, SMALL_RATES["f32"])[not p.dots])
         walked = min(p.m, p.n) == 1 and not p.along and p.work > SMALL_PRODUCT
-        moving = memory_us(p, spec) / (ACROSS_BANDWIDTH if walked else 1.0)
+        moving = memory_us(p.moved, spec) / (ACROSS_BANDWIDTH if walked else 1.0)
         return KERNEL_US + max(moving, p.work / (each * 1e3 * spec.cores))
     vector = min(p.m, p.n) == 1 or p.work <= SMALL_PRODUCT
     reached = 1.0 if vector else GPU_GENERATED_SHARE
     computed = spec.compute_us(2 * p.work, "f64" if p.dtype == "f64" else "f32") / reached
-    return spec.launch_us + max(memory_us(p, spec), computed)
+    return spec.launch_us + max(memory_us(p.moved, spec), computed)
 
 
 __all__ = [
@@ -190,6 +198,7 @@ __all__ = [
     "computed_again",
     "generated_us",
     "library_us",
+    "memory_us",
     "share_kernels",
     "tf32",
 ]

@@ -11,8 +11,8 @@ dicts), in the order in which the stages wrote them. Passes only add; nobody edi
                 second, bytes, us. Of a rewrite that failed: subject "rewrite", first its name,
                 second the node at which it was, detail the error and its place in the code. Of a
                 matrix product: subject "product", accepted where it is generated, generated_us and
-                library_us what both were predicted to take, along and dots as in
-                `base.products.Product`; the last of a node counts
+                library_us what both were predicted to take (None: no tiles), along:
+                whether each operand is contiguous along the sum
     kernel      name, target, ops, origins, bytes, flops, predicted_us, source
     library     op, reason, origins
     fallback    what, reason

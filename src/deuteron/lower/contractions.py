@@ -30,13 +30,10 @@ def choose_contraction(ctx: LowerContext, a: Value, b: Value) -> str:
     """ "generated", or why the library multiplies."""
     p, spec = described(ctx, a, b), figures(ctx)
     ours, theirs = generated_us(p, spec), library_us(p, spec)
-    text = f"{p}: generated {ours:.1f} us, the library {theirs:.1f} us"
-    shares = share_kernels(a.dtype, spec)
-    if shares and spec.kind != "cpu" and min(p.m, p.k, p.n) >= MIN_TENSOR_CORE_SIDE:
+    if share_kernels(a.dtype, spec) and has_tiles(p, spec):
         return f"{p}: the library {theirs:.1f} us, unless the schedule finds one kernel for it"
-    kept = shares and spec.kind == "cpu" and p.work > SMALL_PRODUCT and min(p.m, p.n) > FEW_ROWS
-    text += "; whole for the schedule, which may find one kernel" * kept
-    loops = not kept and ours <= (1 + MIN_CALL_GAIN) * theirs
+    text = f"{p}: generated {ours:.1f} us, the library {theirs:.1f} us"
+    loops = ours <= (1 + MIN_CALL_GAIN) * theirs
     ctx.record.add(
         "decision",
         subject="product",
@@ -47,17 +44,23 @@ def choose_contraction(ctx: LowerContext, a: Value, b: Value) -> str:
         us=round(theirs - ours, 3),
         generated_us=ours,
         library_us=theirs,
-        along=p.along,
-        dots=p.dots,
+        along=list(p.sides),
     )
     return "generated" if loops else text
+
+
+def has_tiles(p: Product, spec: DeviceSpec) -> bool:
+    """Whether it is large enough for tiles: the schedule chooses who computes it."""
+    if spec.kind == "cpu":
+        return p.work > SMALL_PRODUCT and min(p.m, p.n) > FEW_ROWS
+    return min(p.m, p.k, p.n) >= MIN_TENSOR_CORE_SIDE
 
 
 def described(ctx: LowerContext, a: Value, b: Value) -> Product:
     *batch, m, k = a.shape
     n = b.shape[-1]
     views = ((ctx.strided(a), -1), (ctx.strided(b), -2))
-    sides = [view is None or view.strides[axis].value == 1 for view, axis in views]
+    left, right = (view is None or view.strides[axis].value == 1 for view, axis in views)
     return Product(
         hint(product(batch)),
         hint(m),
@@ -65,9 +68,8 @@ def described(ctx: LowerContext, a: Value, b: Value) -> Product:
         hint(n),
         a.dtype,
         ITEMSIZE[a.dtype],
-        sides[hint(n) >= hint(m)],
+        (left, right),
         surrounded(ctx),
-        all(sides),
     )
 
 

@@ -15,7 +15,7 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 
 from deuteron.base.device import DeviceSpec
-from deuteron.base.products import Product
+from deuteron.base.products import Product, memory_us
 from deuteron.base.products import library_us as product_us
 from deuteron.ir.expr import Expr, flops
 from deuteron.ir.index import Axis, hint, product
@@ -152,22 +152,31 @@ def estimate(
     for s in nest.statements:
         axes = set(nest.lives(s)) | (set(s.over) if isinstance(s, Reduce) else set())
         share = cut.get(s.name, 1.0) if isinstance(s, Reduce) else 1.0
-        points = tile.points(tiling, axes) * share
+        points = places(tiling, axes) * share
         if isinstance(s, Reduce) and s.name in products:
             dots += 2.0 * points
             for side in s.body.args:
-                vector += flops(side) * tile.points(tiling, set(nest.axes_of(side))) * share
+                vector += flops(side) * places(tiling, set(nest.axes_of(side))) * share
         else:
             vector += sum(flops(e) + 1 for e in roots(s)) * points
             strided += points * _strided(nest, s, tiling, layouts)
     reads, writes = nest.tensors()
-    moved = float(sum(layouts[n].nbytes_hint for n in (*reads, *writes)))
+    moved = sum(layouts[n].nbytes_hint for n in (*reads, *writes))
     compute = spec.compute_us(dots) / tiling.efficiency
     compute += spec.compute_us(vector) / VECTOR_EFFICIENCY + strided * STRIDED_NS / 1e3 / spec.cores
     programs = tiling.programs()
     compute *= math.ceil(programs / spec.cores) * spec.cores / programs
-    us = spec.launch_us + spec.memory_us(moved) + compute
-    return tile.Estimate(us, moved, dots + vector)
+    us = spec.launch_us + memory_us(moved, spec) + compute
+    return tile.Estimate(us, float(moved), dots + vector)
+
+
+def places(tiling: Tiling, axes: set[Axis]) -> float:
+    """As `tile.points`; but loops end where a dimension does."""
+    total = tile.points(tiling, axes)
+    for d in tiling.dims:
+        if all(d.varies(axes)):
+            total *= d.extent / (d.count * d.block)
+    return total
 
 
 def _strided(nest: Nest, s: Statement, tiling: Tiling, layouts: Mapping[str, Layout]) -> int:
@@ -191,10 +200,9 @@ def sole_product(nest: Nest, layouts: Mapping[str, Layout]) -> Product | None:
         return None
     ((name, c),) = products.items()
     batch, m, k, n = (hint(product(a.extent for a in x)) for x in (c.batch, c.m, c.over, c.n))
-    sides = [_lies_along(nest, factor, c.over[-1], layouts) for factor in (c.a, c.b)]
+    left, right = (_lies_along(nest, factor, c.over[-1], layouts) for factor in (c.a, c.b))
     dtype = nest.reductions[name].body.dtype
-    along = sides[n >= m]
-    return Product(batch, m, k, n, dtype, ITEMSIZE[dtype], along, False, all(sides))
+    return Product(batch, m, k, n, dtype, ITEMSIZE[dtype], (left, right), around=False)
 
 
 def library_us(nest: Nest, layouts: Mapping[str, Layout], spec: DeviceSpec) -> float | None:

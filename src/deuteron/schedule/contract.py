@@ -213,25 +213,29 @@ class Contraction:
 
     def own_kernel(self, call: Extern) -> tuple[Contracted, ...] | None:
         """Of a product, where that is faster than its call, and the guard has not found otherwise;
-        not where programs share tiles: there `lower` has asked."""
+        not where programs share tiles."""
         node, computes = call.origins[-1].node, {c.name: c for c in call.product}
         spec = self.specs[call.product[-1].layout.device]
         p = self.reckon(sole, computes, [call.product[-1].name], spec)[0]
         if p is None or node in self.unfused:
             return None
+        theirs = library_us(p, spec)
         kernels, naming = self.reckon(cover, computes, [call.product[-1].name], spec)
         if isinstance(kernels, Refusal):
-            return None
-        ours, theirs = predicted_us(kernels), library_us(p, spec)
-        taken = ours <= (1 - MIN_GAIN) * theirs
+            ours, taken, text = None, False, restored_text(kernels.detail, naming)
+        else:
+            ours = predicted_us(kernels)
+            taken, text = ours <= theirs, f"generated {ours:.1f} us"
         self.record.add(
             "decision", subject="product", accepted=taken,
             reason="generated" if taken else "library",
-            detail=f"{p}: generated {ours:.1f} us, the library {theirs:.1f} us",
-            first=node, us=round(theirs - ours, 3),
-            generated_us=ours, library_us=theirs, along=p.along, dots=p.dots,
+            detail=f"{p}: {text}, the library {theirs:.1f} us",
+            first=node, us=round(theirs - ours, 3) if ours is not None else 0.0,
+            generated_us=ours, library_us=theirs, along=list(p.sides),
         )  # fmt: skip
-        return tuple(contracted(kernels, computes, naming)) if taken else None
+        if not taken or isinstance(kernels, Refusal):
+            return None
+        return tuple(contracted(kernels, computes, naming))
 
     def move(self, region: frozenset[int]) -> None:
         """The region's steps follow one another, and what needs them follows."""

@@ -376,15 +376,15 @@ def decisions(record: Any, subject: str) -> list[Data]:
 
 def product_data(d: Mapping[str, Any], called: bool) -> Data:
     """Who could multiply, with the estimate of each for the product alone; none of them was chosen
-    where it is in a kernel with what surrounds it. `along`, `dots`: see `base.products.Product`."""
-    ours = bool(d["accepted"]) and not called
+    where it is in a kernel with what surrounds it. `along`: whether each operand is contiguous
+    along the sum."""
+    us = {"generated": d["generated_us"], "library": d["library_us"]}
+    who = "library" if called else "generated" if d["accepted"] else ""
     return {
         "shape": str(d["detail"]).partition(":")[0],
         "along": d["along"],
-        "dots": d["dots"],
         "candidates": [
-            {"who": "generated", "us": d["generated_us"], "chosen": ours},
-            {"who": "library", "us": d["library_us"], "chosen": called},
+            {"who": k, "us": v, "chosen": k == who} for k, v in us.items() if v is not None
         ],
     }
 
