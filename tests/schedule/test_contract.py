@@ -237,7 +237,7 @@ def test_the_search_for_kernels_is_bounded(
     many: int, refused: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """No nest is made twice, for whatever region (names are numbers here: what computes the same
-    is equal), and regions of very many results are not looked at."""
+    is equal), and regions of very many results are not looked at: only products alone are."""
     made: list[tuple[tuple[str, ...], tuple[Compute, ...]]] = []
 
     def counted(computes: Any, sinks: Any, *rest: Any) -> Any:
@@ -252,9 +252,41 @@ def test_the_search_for_kernels_is_bounded(
     monkeypatch.setattr(contract, "cover", searched)
     x, w = torch.randn(2, 48, 64), torch.randn(2, 64, 64)
     plan = planned(lambda x, w: fanned_out(x, w, many), x, w, device="cpu", run=False)
-    assert len(made) == len(set(made)) and bool(made) is not refused
+    assert len(made) == len(set(made)) and all(len(inside) == 1 for _, inside in made) is refused
     reasons = {d["reason"] for d in plan.decisions(False)}
     assert ("many results" in reasons) is refused
+
+
+@pytest.mark.parametrize(("rows", "generated"), [(96, True), (1024, False)])
+def test_a_product_alone_is_a_kernel_where_the_call_takes_longer(
+    rows: int, generated: bool
+) -> None:
+    """On a CPU, in whatever order in memory; the figures of both are in the Record."""
+    x, w = torch.randn(rows, 512), torch.randn(rows, 512).t()
+    plan = planned(lambda x, w: x @ w, x, w, device="cpu", run=generated)
+    assert len(plan.contractions) == generated and len(plan.calls) == (not generated)
+    (d,) = [d for d in plan.records[0].of("decision") if d["subject"] == "product"]
+    assert d["accepted"] is generated and (d["generated_us"] <= d["library_us"]) is generated
+    assert d["along"] == [True, True]
+    if generated:
+        assert relative(plan.results, x.double() @ w.double()) < 1e-6
+    else:
+        assert f"{rows}x512 by 512x{rows}: generated" in plan.calls[0].reason
+
+
+def test_what_products_take_in_stands_between_no_longer() -> None:
+    """A norm and what is added to it behind two products would be a cycle, through the products; in
+    the end these are in one kernel with the sum."""
+
+    def f(x: Tensor, u: Tensor, v: Tensor) -> Tensor:
+        y = x + 1
+        return y + torch.relu(y * torch.rsqrt(y.square().mean(-1, keepdim=True)) @ u) @ v
+
+    plan = planned(f, torch.randn(64, 64), torch.randn(64, 128), torch.randn(128, 64), device="cpu")
+    assert len(plan.contractions) == 1
+    fused = [d for d in plan.records[0].of("decision") if d["subject"] == "fuse"]
+    cycle, now = ([d for d in fused if d["reason"] == r] for r in ("cycle", "in another kernel"))
+    assert {(d["first"], d["second"]) for d in now} == {(cycle[0]["first"], cycle[0]["second"])}
 
 
 @pytest.mark.parametrize(("dtype", "device"), [(torch.float32, "cpu"), (torch.bfloat16, "H200")])

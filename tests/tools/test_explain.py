@@ -144,6 +144,18 @@ def test_long_calls_are_timed_once() -> None:
     assert len(made) > 2
 
 
+def test_a_slow_first_call_makes_no_small_batches() -> None:
+    """Threads that have to wake up take longer than the calls that follow."""
+    made: list[int] = []
+
+    def waking() -> None:
+        time.sleep(0.02 if not made else 1e-4)
+        made.append(1)
+
+    interleaved([waking], 0.01, "cpu", 1)
+    assert len(made) > 100
+
+
 def test_json_has_a_schema_with_a_version(explained: deuteron.Explanation) -> None:
     data = json.loads(explained.to_json())
     assert (data["schema"], data["version"]) == ("deuteron.report", 2)

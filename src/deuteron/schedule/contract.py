@@ -200,42 +200,33 @@ class Contraction:
                     why = "what stood between them is in one kernel with a product of theirs"
                     self.record.add(**d | {"reason": "in another kernel", "detail": why})
 
-    def alone(self, k: int) -> Iterator[OrderedStep]:
-        """A step that shares no kernel: a product has one of its own where the call takes longer,
-        and the guard has not found otherwise."""
-        step = self.steps[k]
-        own = self.own_kernel(step) if self.products[k] and isinstance(step, Extern) else None
-        if own is None:
-            yield step
-        else:
-            self.layouts.update(x for s in own for x in s.made)
-            yield from own
-
-    def own_kernel(self, call: Extern) -> tuple[Contracted, ...] | None:
-        """Of a product, where that is faster than its call, and the guard has not found otherwise;
-        not where programs share tiles."""
+    def alone(self, k: int) -> Sequence[OrderedStep]:
+        """A step that shares no kernel. Of products a kernel of its own, where that is faster than
+        the call, and the guard has not found otherwise; not where programs share tiles."""
+        call = self.steps[k]
+        if not self.products[k] or not isinstance(call, Extern):
+            return (call,)
         node, computes = call.origins[-1].node, {c.name: c for c in call.product}
         spec = self.specs[call.product[-1].layout.device]
         p = self.reckon(sole, computes, [call.product[-1].name], spec)[0]
         if p is None or node in self.unfused:
-            return None
-        theirs = library_us(p, spec)
+            return (call,)
+        us, steps = library_us(p, spec), tuple[Contracted, ...]()
         kernels, naming = self.reckon(cover, computes, [call.product[-1].name], spec)
         if isinstance(kernels, Refusal):
-            ours, taken, text = None, False, restored_text(kernels.detail, naming)
+            ours, text = None, restored_text(kernels.detail, naming)
         else:
             ours = predicted_us(kernels)
-            taken, text = ours <= theirs, f"generated {ours:.1f} us"
+            text = f"generated {ours:.1f} us"
+            steps = tuple(contracted(kernels, computes, naming)) if ours <= us else ()
+        text = f"{p}: {text}, the library {us:.1f} us"
         self.record.add(
-            "decision", subject="product", accepted=taken,
-            reason="generated" if taken else "library",
-            detail=f"{p}: {text}, the library {theirs:.1f} us",
-            first=node, us=round(theirs - ours, 3) if ours is not None else 0.0,
-            generated_us=ours, library_us=theirs, along=list(p.sides),
+            "decision", subject="product", accepted=bool(steps),
+            reason="generated" if steps else "library", detail=text, first=node,
+            us=round(us - (ours or us), 3), generated_us=ours, library_us=us, along=list(p.sides),
         )  # fmt: skip
-        if not taken or isinstance(kernels, Refusal):
-            return None
-        return tuple(contracted(kernels, computes, naming))
+        self.layouts.update(x for s in steps for x in s.made)
+        return steps or (replace(call, reason=text),)
 
     def move(self, region: frozenset[int]) -> None:
         """The region's steps follow one another, and what needs them follows."""
