@@ -12,6 +12,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Iterable
+from statistics import median
 from typing import Any
 
 Row = dict[str, Any]
@@ -120,6 +121,8 @@ def kernels(models: list[Row]) -> list[str]:
         f"{us / limit:.3f} x the sum of their limits, "
         f"{us / total(large, 'roofline_us'):.3f} x with arithmetic"
     )
+    errors = [abs(k["predicted_us"] / k["us"] - 1) for k in large]
+    lines.append(f"median error of predictions: {100 * median(errors):.1f} %")
     far = [k for k in large if k["us"] > FAR * k["limit_us"]]
     lines.append(
         f"above {FAR:g} x their limit: {len(far)}, {100 * total(far, 'us') / us:.1f} % of the time"

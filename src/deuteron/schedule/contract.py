@@ -192,13 +192,14 @@ class Contraction:
     def judge_again(self, steps: Sequence[OrderedStep]) -> None:
         """Two kernels that were not merged as a third stands between may have it in one of them
         now: that is the reason then."""
-        stood, stands = Between(self.steps), Between(steps)
-        for d in self.record.of("decision"):
-            if d["subject"] == "fuse" and d["reason"] == "cycle":
-                ends = d["first"], d["second"]
-                if stood.any(*ends) and not stands.any(*ends):
-                    why = "what stood between them is in one kernel with a product of theirs"
-                    self.record.add(**d | {"reason": "in another kernel", "detail": why})
+        fused = (d for d in self.record.of("decision") if d["subject"] == "fuse")
+        cycles = [d for d in fused if d["reason"] == "cycle"]
+        stood, stands = (Between(s if cycles else ()) for s in (self.steps, steps))
+        for d in cycles:
+            ends = d["first"], d["second"]
+            if stood.any(*ends) and not stands.any(*ends):
+                why = "what stood between them is in one kernel with a product of theirs"
+                self.record.add(**d | {"reason": "in another kernel", "detail": why})
 
     def alone(self, k: int) -> Sequence[OrderedStep]:
         """A step that shares no kernel. Of products a kernel of its own, where that is faster than
@@ -498,7 +499,7 @@ class Between:
             inside = s.computes if isinstance(s, Contracted) else ()
             self.home |= {c.name: k for c in inside if c.name not in self.home}
         self.needs = [
-            {self.home[n] for n in names_read(s) if self.home.get(n, k) != k}
+            {self.home[n] for n in names_read(s) if self.home.get(n, k) < k}
             for k, s in enumerate(steps)
         ]
         self.reached: list[int] = []  # bits of all that a step needs

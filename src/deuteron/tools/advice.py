@@ -46,7 +46,7 @@ REFUSALS: dict[str, Advice] = {
         "Larger batches bring more rows. Nothing is to be gained on this size.",
     ),
     "no gain": Advice(
-        "the kernel of both would take as long as the two",
+        "the kernel of both would take as long as the two, or longer",
         "Nothing to change: two kernels are as good.",
     ),
     "too large": Advice(

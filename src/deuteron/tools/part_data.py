@@ -366,7 +366,10 @@ class PartData:
         usual = {"first": "", "second": "", "reason": "", "detail": "", "bytes": 0, "us": 0.0}
         first = str(d.get("first", ""))
         detail = self.worded(str(d.get("detail", "")))
-        return usual | plain | {"label": self.label(first) if first else "", "detail": detail}
+        ends = self.refusal(usual | plain) if d["subject"] == "contract" else {}
+        return (
+            usual | plain | ends | {"label": self.label(first) if first else "", "detail": detail}
+        )
 
 
 # --------------------------------------------------------------------------------------- helpers

@@ -107,11 +107,13 @@ def answer(part: Data, first: str, second: str, a: set[str], b: set[str]) -> str
 
 
 def refusals(part: Data, of_a: Iterable[Data], of_b: Iterable[Data]) -> list[Data]:
-    """Between the kernels of both, what was refused; most at stake first."""
+    """Between the kernels of both, what was refused, of kernels with products, too; most at stake
+    first."""
     a, b = ({o["node"] for s in of for o in s["ops"]} for of in (of_a, of_b))
+    regions = [d for d in part["decisions"] if d["subject"] == "contract" and not d["accepted"]]
     found = [
         r
-        for r in part["refusals"]
+        for r in (*part["refusals"], *regions)
         if (r["first_node"] in a and r["second_node"] in b)
         or (r["first_node"] in b and r["second_node"] in a)
     ]
