@@ -36,6 +36,7 @@ import statistics
 import sys
 from collections import Counter
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any
 from unittest.mock import patch
 
@@ -57,6 +58,8 @@ TRIALS = 3  # of which one that holds is enough: others' work on the machine slo
 SPACE = re.compile(r"\[([\dx]+(?: \| [\dx]+)?)\]")
 SHAPE = re.compile(r"(?:(\d+) of )?(\d+)x(\d+) by (\d+)x(\d+)")
 MAPS = re.compile(r"made at \[(.*)\] and read by .* at \[(.*)\]")
+VIEW = re.compile(r"view\('([^']+)', \(([\d, ]+)\)")
+LAYOUT = re.compile(r"\w+\[([\d, ]+)\](?:\.strides\(([\d, ]+)\))?")
 LOOPS = re.compile(r"^ +(?:for ([^;:]*)|once)(?:; over ([^;:]*))?", re.M)
 # The heads of a kernel's loops, what they store, and what they name.
 NEST = re.compile(r"^    (?=for |once)", re.M)
@@ -232,7 +235,36 @@ def maps_differ(detail: str) -> bool | None:
     return False
 
 
-Choice = tuple[str, bool, bool, bool]  # shape, whether operands lie along the sum, whether ours
+Whole = tuple[tuple[int, ...], tuple[int, ...]]
+
+
+@dataclass(frozen=True, order=True)
+class Choice:
+    """A product and who was chosen: its shape as printed, whether each operand lies along the sum,
+    whether it is ours, and of the tensors whose views the operands of a call are the shapes, and
+    their dimensions in the order of memory."""
+
+    shape: str
+    along: tuple[bool, bool]
+    ours: bool
+    whole: tuple[Whole, ...] = ()
+
+    def __str__(self) -> str:
+        order = " by ".join("along" if x else "across" for x in self.along)
+        return f"{self.shape}, {order}, {'generated' if self.ours else 'by the library'}"
+
+
+def whole_tensors(part: Data, call: Data) -> tuple[Whole, ...]:
+    """Of the tensors whose views the two operands of a library's product are."""
+    names = [n for n, _ in VIEW.findall(call["nest"])[-2:]]
+    found = [LAYOUT.fullmatch(part["tensors"].get(n, {}).get("layout", "")) for n in names]
+    out = []
+    for m in found:
+        texts = m.groups("") if m else ("", "")
+        dims, strides = ([int(n) for n in text.split(", ") if n] for text in texts)
+        order = sorted(range(len(dims)), key=lambda d: -strides[d]) if strides else range(len(dims))
+        out.append((tuple(dims), tuple(order)))
+    return tuple(out)
 
 
 def product_holds(choice: Choice, dtype: torch.dtype = torch.float32) -> bool:
@@ -242,16 +274,26 @@ def product_holds(choice: Choice, dtype: torch.dtype = torch.float32) -> bool:
 
 def times_slower(choice: Choice, dtype: torch.dtype = torch.float32) -> float:
     """The time of the way chosen over that of the other, timed in turn: the least of trials."""
-    shape, *along, generated = choice
-    batch, m, k, _, n = (int(x or 1) for x in SHAPE.fullmatch(shape).groups())  # type: ignore[union-attr]
-    x, w = torch.randn(batch, m, k, dtype=dtype), torch.randn(batch, k, n, dtype=dtype)
-    if not along[0]:
-        x = x.mT.contiguous().mT
-    if along[1]:
-        w = w.mT.contiguous().mT
+    sizes = SHAPE.fullmatch(choice.shape)
+    assert sizes is not None
+    batch, m, k, _, n = (int(x or 1) for x in sizes.groups())
+    left, right = not choice.along[0], choice.along[1]  # whether they lie the other way round
+    shapes: list[tuple[int, ...]] = [(k, m) if left else (m, k), (n, k) if right else (k, n)]
+    if batch > 1:
+        shapes = [(batch, *shape) for shape in shapes]
+    orders, bases = [tuple(range(len(shape))) for shape in shapes], list(shapes)
+    for side, (dims, order) in enumerate(choice.whole if batch == 1 else ()):
+        if dims and math.prod(dims) == math.prod(shapes[side]):
+            orders[side], bases[side] = order, tuple(dims[d] for d in order)
+    x, w = (
+        torch.randn(base, dtype=dtype).permute([order.index(d) for d in range(len(order))])
+        for base, order in zip(bases, orders, strict=True)
+    )
 
     def f(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
-        return torch.bmm(x, w) if batch > 1 else x[0] @ w[0]
+        x, w = x.permute(orders[0]).reshape(shapes[0]), w.permute(orders[1]).reshape(shapes[1])
+        x, w = x.mT if left else x, w.mT if right else w
+        return torch.bmm(x, w) if batch > 1 else x @ w
 
     torch._dynamo.reset()
 
@@ -270,7 +312,7 @@ def times_slower(choice: Choice, dtype: torch.dtype = torch.float32) -> float:
     least = math.inf
     for _ in range(TRIALS):
         times = interleaved([lambda: generated_form(x, w), lambda: library(x, w)], 0.5, "cpu")
-        rounds = zip(*(times if generated else times[::-1]), strict=True)
+        rounds = zip(*(times if choice.ours else times[::-1]), strict=True)
         least = min(least, statistics.median(mine / other for mine, other in rounds))
         if least <= 1 + SLACK:
             break
@@ -291,7 +333,8 @@ def gathered() -> tuple[list[tuple[str, Data, Any, Data]], dict[Choice, str]]:
                 p = s["product"]
                 who = [c["who"] for c in p["candidates"] if c["chosen"]] if p else []
                 if who and len(p["candidates"]) > 1:
-                    choice = p["shape"], *p["along"], who != ["library"]
+                    ours, whole = who != ["library"], whole_tensors(part, s)
+                    choice = Choice(p["shape"], tuple(p["along"]), ours, () if ours else whole)
                     products.setdefault(choice, name)
     return refusals, products
 
@@ -331,11 +374,8 @@ def main() -> int:
         slower = times_slower(choice)
         if slower > 1 + SLACK:
             false["product"] += 1
-            shape, *along, chosen = choice
-            order = " by ".join("along" if x else "across" for x in along)
-            who = "generated" if chosen else "by the library"
-            print(f"not true: {shape}, {order}, {who}: {slower:.2f} times the other")
-    ours = sum(chosen for *_, chosen in some)
+            print(f"not true: {choice}: {slower:.2f} times the other")
+    ours = sum(choice.ours for choice in some)
     print(f"{len(some)} of {len(choices)} products, {ours} generated, of "
           f"{len({choices[x] for x in some})} models")  # fmt: skip
     for reason in sorted(tried | left):

@@ -6,7 +6,7 @@ import torch
 
 from deuteron.tools.explain import explain
 from deuteron.tools.models import Gpt
-from dev.check.reasons import dependencies, holds, product_holds
+from dev.check.reasons import Choice, dependencies, holds, product_holds
 
 
 def test_reasons_of_a_small_model() -> None:
@@ -53,5 +53,5 @@ def test_loops_of_one_kernel_depend_on_one_another() -> None:
 def test_a_large_product_is_the_librarys() -> None:
     """In float64, of which there are no tiles."""
     shape = "256x256 by 256x256"
-    assert product_holds((shape, True, False, False), torch.float64)
-    assert not product_holds((shape, True, False, True), torch.float64)
+    assert product_holds(Choice(shape, (True, False), False), torch.float64)
+    assert not product_holds(Choice(shape, (True, False), True), torch.float64)
