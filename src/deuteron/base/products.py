@@ -163,8 +163,8 @@ def library_us(p: Product, spec: DeviceSpec) -> float:
         moving = memory_us(p.moved, spec)
         apart = not spec.keeps(p.moved) and min(p.m, p.n) >= RATE_ROWS[-1]
         half = p.dtype in ("bf16", "f16") and p.work > HALF_CALL_SINCE
-        call = HALF_CALL_US if half else CALL_US
-        call += TEAM_US if spec.cores > 1 and p.work >= TEAM_SINCE else 0.0
+        team = TEAM_US if spec.cores > 1 and p.work >= TEAM_SINCE else 0.0
+        call = HALF_CALL_US if half else CALL_US + team
         return call + beside + (moving + computed if apart else max(moving, computed))
     unit = p.dtype if p.dtype in ("bf16", "f16") else "f64" if p.dtype == "f64" else "f32"
     computed = spec.compute_us(2 * p.work, unit) / GPU_LIBRARY_SHARE
