@@ -156,6 +156,18 @@ def test_a_slow_first_call_makes_no_small_batches() -> None:
     assert len(made) > 100
 
 
+def test_causal_attention_needs_half_of_its_scores() -> None:
+    """Of 32 queries the library's FLOPs and limits count the keys that they see."""
+    flops = []
+    for causal in (False, True):
+        torch._dynamo.reset()
+        q = torch.randn(2, 4, 32, 16).bfloat16()
+        f = lambda q: F.scaled_dot_product_attention(q, q, q, is_causal=causal)  # noqa: E731, B023
+        told = explain(f, q, options={"fusion": False})
+        flops.append(max(s["flops"] for p in told.data["parts"] for s in p["steps"]))
+    assert flops[1] / flops[0] == 33 / 64
+
+
 def test_json_has_a_schema_with_a_version(explained: deuteron.Explanation) -> None:
     data = json.loads(explained.to_json())
     assert (data["schema"], data["version"]) == ("deuteron.report", 2)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -456,9 +456,21 @@ def flops_of(node: fx.Node) -> float:
     if packet is torch.ops.aten.addmm:
         kwargs = {}
     try:
-        return float(count(*args, **kwargs, out_val=sizes(node.meta.get("val"))))
+        total = float(count(*args, **kwargs, out_val=sizes(node.meta.get("val"))))
     except (TypeError, AssertionError, ValueError, IndexError):  # its formula is for other forms
         return 0
+    return total * visible(node.target, args, kwargs)
+
+
+def visible(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> float:
+    """The share of its scores that a call of attention needs: those that `is_causal` leaves."""
+    names = [a.name for a in op._schema.arguments] if hasattr(op, "_schema") else []
+    given: Data = {**dict(zip(names, args, strict=False)), **kwargs}
+    if not given.get("is_causal") or "query" not in given:
+        return 1.0
+    queries, keys = given["query"][-2], given["key"][-2]
+    seen = min(queries, keys)
+    return (seen * (seen + 1) / 2 + (queries - seen) * keys) / (queries * keys)
 
 
 __all__ = ["PartData"]
