@@ -28,7 +28,7 @@ from deuteron.codegen.triton.generate import TritonKernel
 from deuteron.graph.rewrite import rewrite
 from deuteron.graph.verify import graph_text, verify_graph
 from deuteron.ir.printer import print_program
-from deuteron.ir.program import Program
+from deuteron.ir.program import Extern, Program
 from deuteron.ir.verify import Fault, error, verify_program
 from deuteron.lower.passes import lower
 from deuteron.memory.plan import MemoryPlan, plan_text
@@ -173,6 +173,10 @@ def schedule_program(before: Lowered, context: Context) -> Scheduled:
     scheduled = schedule(before.program, replace(context, unfused=before.unfused))
     for entry in unordered(scheduled):
         context.record.add("unordered", **entry)
+    for step in scheduled.steps:
+        if isinstance(step, Extern) and not step.is_view:
+            origins = [{"node": o.node, "op": o.op, "line": o.line} for o in step.origins]
+            context.record.add("library", op=step.op, reason=step.reason, origins=origins)
     if context.watched:
         context.record.add("accesses", **summary(scheduled))
     return extended(Scheduled, before, schedule=scheduled)

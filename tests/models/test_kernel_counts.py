@@ -27,6 +27,7 @@ def x(*shape: int) -> Tensor:
     return torch.randn(shape, requires_grad=True)
 
 
+PRODUCTS = {"aten.mm.default", "aten.addmm.default", "aten.bmm.default", "aten.baddbmm.default"}
 Case = tuple[Callable[..., Any], Callable[[], tuple[Any, ...]], int, int | None]
 # program, arguments, most kernels forward, most backward
 CASES: dict[str, Case] = {
@@ -92,7 +93,11 @@ class Block(nn.Module):
 
 
 def test_gpt_block_against_inductor(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A GPT block's train step: no more kernels than Inductor makes of it in the same process."""
+    """A GPT block's train step against Inductor in the same process.
+
+    No more kernels beside the products, which are the library's there and kernels here where those
+    are faster, and no more launches in all.
+    """
     if " " in sys.prefix:
         pytest.skip("Inductor's own builds fail in a path with spaces")
     from torch._inductor.graph import GraphLowering
@@ -106,4 +111,6 @@ def test_gpt_block_against_inductor(monkeypatch: pytest.MonkeyPatch) -> None:
     theirs = count_inductor(sources)
     ours = deuteron.explain(block, *args, backward=True)
     assert theirs["kernels"] > 5
-    assert len(ours.kernels) <= theirs["kernels"]
+    products = [k for k in ours.kernels if any(op in PRODUCTS for op in k["ops"])]
+    assert len(ours.kernels) - len(products) <= theirs["kernels"]
+    assert len(ours.kernels) + len(ours.library_calls) <= theirs["kernels"] + theirs["library"]

@@ -145,6 +145,11 @@ class Extern:
     # Of a product of matrices: the same result as computations, the last of which has its name.
     product: tuple[Compute, ...] = field(default=(), compare=False)
 
+    @property
+    def is_view(self) -> bool:
+        """Whether it only gives its results another shape or another name."""
+        return any(self.aliases) and not self.mutates
+
 
 @dataclass(frozen=True)
 class Compute:

@@ -68,7 +68,6 @@ def emit(ctx: LowerContext, node: fx.Node, args: Any, kwargs: Any, reason: str) 
         aliases.append(shared)
     sizes = bind(ctx, node, leaves, spec, names)
     mutated = tuple(dict.fromkeys(overwritten(node, call_args, dict(call_kwargs))))
-    view = any(aliases) and not mutated
     ctx.add(
         Extern(
             tuple(names),
@@ -84,13 +83,6 @@ def emit(ctx: LowerContext, node: fx.Node, args: Any, kwargs: Any, reason: str) 
             is_impure(node, leaves),
         )
     )
-    if not view:
-        ctx.record.add(
-            "library",
-            op=str(node.target),
-            reason=reason,
-            origins=[{"node": o.node, "op": o.op, "line": o.line} for o in ctx.origins()],
-        )
     for name in mutated:
         ctx.overwritten.add(name)
     results = [ctx.load(n) if n else number(ctx, f) for n, f in zip(names, leaves, strict=True)]

@@ -211,8 +211,6 @@ class Ordered:
                 reason=reason,
             )
         )
-        origins = [{"node": o.node, "op": o.op, "line": o.line} for o in ctx.origins()]
-        ctx.record.add("library", op="aten.sort.stable", reason=reason, origins=origins)
         return ctx.load(names[0]), ctx.load(names[1])
 
     def narrow(self, key: Expr) -> Expr:

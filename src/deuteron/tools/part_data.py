@@ -272,11 +272,10 @@ class PartData:
         device = self.layouts[results[0] if results else reads[0]].device if results or reads else (
             "cpu"
         )  # fmt: skip
-        is_view = any(e.aliases) and not e.mutates
         node = self.nodes.get(e.origins[0].node) if e.origins else None
-        idle = is_view or e.op == WAIT
+        idle = e.is_view or e.op == WAIT
         moved = 0 if idle else sum(self.bytes(n) for n in (*reads, *results, *e.mutates))
-        flops = 0 if is_view or node is None else flops_of(node)
+        flops = 0 if e.is_view or node is None else flops_of(node)
         repeated = node.target if node and isinstance(node.target, Repeat) else None
         lay = self.layouts.get(results[0]) if results else None
         unit = FX_UNITS.get(lay.dtype, "f32") if lay is not None else "f32"
@@ -287,7 +286,7 @@ class PartData:
         if chosen and spec.kind == "cpu":  # those figures were measured, for each shape
             predicted = chosen["library_us"]
         return {
-            "kind": "view" if is_view else "library",
+            "kind": "view" if e.is_view else "library",
             "name": e.op,
             "device": device,
             "bytes": moved,
