@@ -66,6 +66,10 @@ def cases() -> dict[str, Case]:
         [(r(40, 64), places("mostly one", 300), r(300, 1))],
     )
     out["narrow rows"] = (add, [(r(40, 17), places("any", 300), r(300, 17))])
+    out["few narrow rows of many points"] = (
+        add,
+        [(r(3, 16), places("mostly one", 710, rows=3), r(710, 16))],
+    )
     out["long rows"] = (add, [(r(4, 1300), places("any", 20, rows=4), r(20, 1300))])
     out["columns"] = (
         lambda x, i, v: x.index_add(1, i, v, alpha=2.0),

@@ -41,7 +41,8 @@ ROWS_PER_PROGRAM, MIN_ROWS_PER_CORE = 2, 32
 # as many terms at once, and one row: starts do not count. H200, 65536 x 128 (f32), 524288 points,
 # us: 4 terms of one and two rows 80.3, 80.5, so 77.4, 78.3, 16 terms of two rows 84.1.
 MIN_LONG_ROW_TERMS, MAX_NARROW_COLUMNS = 8, 4
-# With fewer columns a tile has several rows instead of several terms, and so many elements.
+# With fewer columns a tile has several rows instead of several terms, and so many elements; of long
+# rows it has both. H200, 1000 x 16 (f32), 262144 points, frequent places: 141 us, so 106.
 MIN_WIDE_COLUMNS, TILE_ELEMENTS = 64, 256
 # Elements of a tile whose rows lie side by side.
 ROWS_ACROSS_ELEMENTS = 2048
@@ -76,10 +77,13 @@ def dynamic_bounds_tile(
 
 
 def in_flight(loops: Loops, each: int, rows: int, cores: int) -> tuple[int, int]:
-    """Terms that a program reads at once, and rows that it takes one after the other, if it has one
-    row at a time, of which each thread has so many columns."""
+    """Terms that a program reads at once, and rows that it takes one after the other, of which each
+    thread has so many columns; `rows`: 0 where it has several at a time."""
     lengths = (expected(a, end) for root in loops.roots() for a, end in ends(root).items())
-    if max(lengths, default=0) >= MIN_LONG_ROW_TERMS and each <= MAX_NARROW_COLUMNS:
+    long = max(lengths, default=0) >= MIN_LONG_ROW_TERMS
+    if not rows:
+        return TERMS_AT_ONCE if long else 1, 1
+    if long and each <= MAX_NARROW_COLUMNS:
         return 2 * TERMS_AT_ONCE, 1
     return (
         TERMS_AT_ONCE,

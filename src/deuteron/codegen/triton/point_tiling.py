@@ -67,8 +67,8 @@ def tile_points(loops: Loops, spec: DeviceSpec) -> Tiling:
         most = MAX_REGISTERS if program_axes and widest(loops) <= 4 else 0
         tile = TileConfig(sizes, 1, registers=most)
         tile = replace(tile, num_warps=warps_for(tile.elements, ELEMENTS_PER_THREAD))
-        flight = in_flight(loops, tile.per_thread, size(program_axes), spec.cores)
-        terms, serial_blocks = flight if program_axes else (1, 1)
+        rows = size(program_axes) if program_axes else 0
+        terms, serial_blocks = in_flight(loops, tile.per_thread, rows, spec.cores)
         tiling = Tiling("points", dims, (tile,), program_axes=program_axes, terms=terms)
         return replace(tiling, serial_blocks=serial_blocks)
     if (sharing := _shared_work(loops, order)) is not None:
