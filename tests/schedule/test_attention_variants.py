@@ -12,8 +12,11 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch._dynamo.utils import counters
 
+from deuteron.base.record import Record
 from deuteron.ir.index import hint
+from deuteron.ir.program import Extern
 from deuteron.schedule import contract
+from deuteron.schedule.kernel import Kernel, Schedule
 from tests.codegen.attention_values import problems
 from tests.interpreting import reported
 from tests.schedule.attention_variants import VARIANTS
@@ -26,11 +29,11 @@ HEADS, LENGTH = 16, 2048
 # Of lengths known at run time only there are more steps, or scores in memory: sums over all scores
 # are split for the GPU in parts whose lengths are not whole, and read the scores at two places;
 # a maximum's gradient (`graph.vanishing`) and what is read once for each distance
-# (`lower.diagonals`) are told of fixed lengths only; a step is a kernel of its own; whether places
-# are in a table of blocks is checked.
+# (`lower.diagonals`) are told of fixed lengths only; a step is a kernel of its own, or a product a
+# library's call; whether places are in a table of blocks is checked.
 SUMS_OF_SCORES = ("bounded_scale", "learned_scale", "normed")
 OF_FIXED_LENGTHS = ("maximum_by_hand", "shifted_sinks", "t5_buckets", "table_of_blocks")
-ONE_STEP_MORE = ("hidden_rows", "sdpa_given")
+ONE_STEP_MORE = ("differential", "hidden_rows", "largest_weights", "merged")
 
 
 def some(quick: tuple[str, ...] = QUICK) -> list[object]:
@@ -61,10 +64,40 @@ def plan_of_variant(name: str, dynamic: bool) -> Plan:
     return trained(lambda *x: v.f(*x, *ints), *floats, run=False, device="H200")
 
 
+def without_tables(schedule: Schedule) -> list[Kernel | Extern]:
+    """Kernels and calls but those that find what masks leave, which the Record has as "tables"."""
+    steps = (s for s in schedule.steps if isinstance(s, Kernel | Extern))
+    return [s for s in steps if isinstance(s, Extern) or any(".cut" not in n for n, _ in s.writes)]
+
+
+def without_reason(schedule: Schedule, record: Record) -> list[Kernel]:
+    """Kernels of which the Record does not say why they are not one with another."""
+    steps = without_tables(schedule)
+    of = [{o.node for o in s.origins} | set(written(s)) for s in steps]
+    refused = [d for d in record.of("decision") if d["subject"] in ("contract", "fuse")]
+    pairs = [(d["first"], d["second"]) for d in refused if not d["accepted"]]
+
+    def told(own: set[str], other: set[str]) -> bool:
+        return any(a in own and b in other or a in other and b in own for a, b in pairs)
+
+    return [
+        s
+        for k, s in enumerate(steps)
+        if isinstance(s, Kernel) and not any(told(of[k], x) for j, x in enumerate(of) if j != k)
+    ]
+
+
+def written(step: Kernel | Extern) -> list[str]:
+    names = [n for n, _ in step.writes] if isinstance(step, Kernel) else step.names
+    return [n for n in names if n]
+
+
 @pytest.mark.parametrize("name", some())
 def test_kernels_and_memory(name: str) -> None:
     v, plan = VARIANTS[name], plan_of_variant(name, False)
-    steps = [len(s.steps) for s in plan.schedules]
+    steps = [len(without_tables(s)) for s in plan.schedules]
+    for schedule, record in zip(plan.schedules, plan.records, strict=True):
+        assert len(without_reason(schedule, record)) <= 1
     assert len(steps) == 2 and all(n <= m for n, m in zip(steps, v.steps, strict=True)), steps
     square = of_queries_and_keys(plan, 2 * HEADS * LENGTH * v.keys(LENGTH))
     assert bool(square) is v.square, square
@@ -77,7 +110,7 @@ def test_kernels_and_memory(name: str) -> None:
 def test_lengths_known_at_run_time_only(name: str) -> None:
     """The same kernels, and nothing of queries times keys that fixed lengths would not have."""
     v, plan = VARIANTS[name], plan_of_variant(name, True)
-    steps = [len(s.steps) for s in plan.schedules]
+    steps = [len(without_tables(s)) for s in plan.schedules]
     square = of_queries_and_keys(plan, 2 * HEADS * LENGTH * v.keys(LENGTH))
     few = len(steps) == 2 and all(n <= m for n, m in zip(steps, v.steps, strict=True))
     as_fixed = few and bool(square) is v.square
@@ -145,7 +178,7 @@ def hidden(s: Tensor) -> Tensor:
     return s.masked_fill(i[:, None] < j, float("-inf"))
 
 
-def written(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+def spelled(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return torch.softmax(hidden(q @ k.mT * 0.125), -1) @ v
 
 
@@ -187,7 +220,7 @@ def plan_of(f: object, length: int = 512, width: int = 64) -> Plan:
         return planned(f, *args, run=False, device="H200")
 
 
-@pytest.mark.parametrize("f", [written, times_one, other_base, turned, by_hand])
+@pytest.mark.parametrize("f", [spelled, times_one, other_base, turned, by_hand])
 def test_other_words_have_the_same_kernels(f: object) -> None:
     for length, width in ((512, 64), (128, 128)):  # as many keys as a head is wide, too
         plan = plan_of(f, length, width)
@@ -234,7 +267,7 @@ def test_what_must_not_change() -> None:
     torch._dynamo.reset()
     q, k, v = heads()
     with torch.no_grad():
-        causal = torch.compile(written, backend="deuteron")
+        causal = torch.compile(spelled, backend="deuteron")
         before, later = causal(q, k, v), [k.clone(), v.clone()]
         for x in later:
             x[:, :, 41:] = torch.randn_like(x[:, :, 41:])

@@ -32,7 +32,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from deuteron.ir.expr import Expr
+from deuteron.ir.expr import Expr, own_flops
 from deuteron.ir.index import Axis, Index, Sym, evaluate
 from deuteron.ir.reference import BLOCK_POINTS, Evaluator, blocks, bound_axes, points
 from deuteron.ir.reference_ops import TO_TORCH, reduce
@@ -115,6 +115,21 @@ class Nest:
         """Where a value lives, in the order of the nest."""
         used = e.axes()
         return tuple(a for a in self.axes if a in used)
+
+    def work(self, e: Expr) -> list[tuple[float, set[Axis]]]:
+        """FLOPs of a value's parts, and where these live: what lacks a loop is computed before."""
+        if e not in self._work:
+            found: dict[tuple[Axis, ...], float] = {}
+            for n in e.walk():
+                if each := own_flops(n):
+                    axes = self.axes_of(n)
+                    found[axes] = found.get(axes, 0.0) + each
+            self._work[e] = [(each, set(axes)) for axes, each in found.items()]
+        return self._work[e]
+
+    @cached_property
+    def _work(self) -> dict[Expr, list[tuple[float, set[Axis]]]]:
+        return {}
 
     def lives(self, s: Statement) -> tuple[Axis, ...]:
         if isinstance(s, Reduce):

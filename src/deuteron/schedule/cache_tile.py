@@ -17,7 +17,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from deuteron.base.device import DeviceSpec
 from deuteron.base.products import Product, memory_us
 from deuteron.base.products import library_us as product_us
-from deuteron.ir.expr import Expr, flops
+from deuteron.ir.expr import Expr
 from deuteron.ir.index import Axis, hint, product
 from deuteron.ir.nest import Nest, Reduce, Statement, Store, roots
 from deuteron.ir.operations import ITEMSIZE
@@ -156,9 +156,12 @@ def estimate(
         if isinstance(s, Reduce) and s.name in products:
             dots += 2.0 * points
             for side in s.body.args:
-                vector += flops(side) * places(tiling, set(nest.axes_of(side))) * share
+                for work, where in nest.work(side):
+                    vector += work * places(tiling, where) * share
         else:
-            vector += sum(flops(e) + 1 for e in roots(s)) * points
+            vector += len(roots(s)) * points
+            for work, where in (part for e in roots(s) for part in nest.work(e)):
+                vector += work * places(tiling, where) * share
             strided += points * _strided(nest, s, tiling, layouts)
     reads, writes = nest.tensors()
     moved = sum(layouts[n].nbytes_hint for n in (*reads, *writes))

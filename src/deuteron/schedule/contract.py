@@ -67,6 +67,7 @@ class Contracted:
     estimate: Estimate
     device: str
     made: tuple[tuple[str, Layout], ...] = ()  # tensors that are no computations
+    apart: tuple[tuple[str, Refusal], ...] = ()  # see `cover.Tiled`
 
 
 @dataclass(frozen=True)
@@ -94,7 +95,8 @@ def contracted(kernels: Kernels, computes: Computes, naming: Naming) -> Iterator
         inside = tuple(computes[naming(n)] for n in k.computes)
         made = tuple((naming(n), x) for n, x in k.made)
         nest, device = restored(k.nest, naming), inside[-1].layout.device
-        yield Contracted(inside, nest, k.tiling, k.estimate, device, made)
+        apart = tuple((naming(n), replace(r, detail=naming(r.detail))) for n, r in k.apart)
+        yield Contracted(inside, nest, k.tiling, k.estimate, device, made, apart)
 
 
 def called(
@@ -175,7 +177,12 @@ class Contraction:
                 cuts = [c for s in steps if isinstance(s, Contracted) for c in s.nest.cuts]
                 data = ", ".join(sorted({n.attr[0] for c in cuts for n in c.hidden.loads()}))
                 told = f"; {data} may hide tiles, {1 - DATA_SHARE:.0%} assumed" * bool(cuts)
-                self.note(best.region, True, "saves memory traffic", best.text + told, best.us)
+                ends = self.ends(best.region)
+                self.note(ends, True, "saves memory traffic", best.text + told, best.us)
+                for step in best.steps:
+                    for goal, why in step.apart:
+                        ends = goal, step.nest.stores[-1].tensor
+                        self.note(ends, False, why.reason, why.detail)
                 gone |= best.region
                 taken[max(best.region)] = tuple(steps)
                 self.move(best.region)
@@ -250,7 +257,16 @@ class Contraction:
             both = fits(groups[-1], new, layouts, self.owner, spec) if groups else None
             groups[-1:] = [both] if isinstance(both, Group) else [*groups[-1:], new]
         each = [cost(g, layouts, list(g.names), spec).us for g in groups]
-        if sum(us + launch_us(spec) for us in each) <= TABLE_SHARE * step.estimate.us:
+        us = sum(us + launch_us(spec) for us in each)
+        taken = us <= TABLE_SHARE * step.estimate.us
+        text = f"{len(groups)} kernels, {us:.1f} us, tell one of {step.estimate.us:.1f} us"
+        if groups:
+            self.record.add(
+                "decision", subject="tables", accepted=taken, bytes=0, us=round(-us, 3),
+                reason="where masks leave something", detail=f"{text} which tiles have any",
+                first=step.nest.stores[0].tensor, second=groups[0].members[0].name,
+            )  # fmt: skip
+        if taken:
             self.layouts.update((c.name, c.layout) for c in computes)
             yield from zip(groups, each, strict=True)
             step = replace(step, nest=nest)
@@ -474,19 +490,18 @@ class Contraction:
         return {self.owner.get(n, n) for n in targets}
 
     def refuse(self, region: frozenset[int], why: Refusal, us: float = 0.0) -> None:
-        self.note(region, False, why.reason, why.detail, us)
+        self.note(self.ends(region), False, why.reason, why.detail, us)
 
     def ends(self, region: AbstractSet[int]) -> tuple[str, str]:
         """The last tensors that the first and the last of its steps make."""
         return max(self.made[min(region)]), max(self.made[max(region)])
 
     def note(
-        self, region: frozenset[int], taken: bool, reason: str, detail: str, us: float
+        self, ends: tuple[str, str], taken: bool, reason: str, detail: str, us: float = 0.0
     ) -> None:
-        first, second = self.ends(region)
         self.record.add(
             "decision", subject="contract", accepted=taken, reason=reason, detail=detail,
-            first=first, second=second, bytes=0, us=round(us, 3),
+            first=ends[0], second=ends[1], bytes=0, us=round(us, 3),
         )  # fmt: skip
 
 

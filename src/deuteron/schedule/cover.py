@@ -34,13 +34,15 @@ FEWER = 1.15
 
 @dataclass(frozen=True)
 class Tiled:
-    """A kernel: the names of its computations, their nest, how that is tiled."""
+    """A kernel: the names of its computations, their nest, how that is tiled; `apart`: what an
+    earlier kernel stores, and why they are not one."""
 
     computes: tuple[str, ...]
     nest: Nest
     tiling: Tiling
     estimate: Estimate
     made: tuple[tuple[str, Layout], ...] = ()  # tensors that are no computations: of parts
+    apart: tuple[tuple[str, Refusal], ...] = ()
 
 
 Kernels = tuple[Tiled, ...]
@@ -53,6 +55,17 @@ NO_TILING = Refusal(
     f"no block fits on chip, a width is over {tile.MAX_WHOLE} or not fixed, or rows begin between "
     "multiples of 4 bytes",
 )
+
+CROSSED = Refusal(
+    "crossed sums",
+    "one is summed over what the other has rows of, and that over the rows of the one",
+)
+
+
+def crossed(nest: Nest) -> bool:
+    """Whether of two sums each lives on what the other is over: gradients of queries and keys."""
+    each = [(set(s.over), set(nest.lives(s))) for s in nest.reductions.values()]
+    return any(a & y and b & x for a, x in each for b, y in each)
 
 
 def tilings(spec: DeviceSpec) -> ModuleType:
@@ -112,7 +125,7 @@ class _Cover:
         if not all(found):
             return ()
         made, merged = (f[0] for f in found)
-        partial = Tiled(k.computes, p.partial, *made, tuple(p.layouts.items()))
+        partial = Tiled(k.computes, p.partial, *made, tuple(p.layouts.items()), k.apart)
         return partial, Tiled(k.computes, p.merger, *merged)
 
     def found(self, sinks: Sequence[str]) -> Kernels | Refusal:
@@ -145,24 +158,26 @@ class _Cover:
         waiting: list[str] = []  # what has no kernel without a later goal
         for goal in sorted(goals, key=self.order.index):
             new = [*waiting, goal]
-            alone = self.kernel(new, [n for part in parts for n in part])
+            alone, why = self.kernel(new, [n for part in parts for n in part]), []
             for k, part in enumerate(parts):
                 memory = [n for p in parts[:k] for n in p]
                 both = self.kernel([*part, *new], memory)
                 if isinstance(both, Refusal):
+                    why.append((part[-1], both))
                     continue
-                if isinstance(alone, Refusal) or both.estimate.us <= FEWER * (
-                    made[k].estimate.us + alone.estimate.us
-                ):
+                us = 0.0 if isinstance(alone, Refusal) else made[k].estimate.us + alone.estimate.us
+                if isinstance(alone, Refusal) or both.estimate.us <= FEWER * us:
                     part += new
-                    made[k] = both
+                    made[k] = replace(both, apart=made[k].apart)
                     waiting = []
                     break
+                text = f"{both.estimate.us:.1f} us in one kernel, {us:.1f} us apart"
+                why.append((part[-1], Refusal("no gain", text)))
             else:
                 waiting = new if isinstance(alone, Refusal) else []
                 if isinstance(alone, Tiled):
                     parts.append(new)
-                    made.append(alone)
+                    made.append(replace(alone, apart=tuple(why)))
         return alone if waiting and isinstance(alone, Refusal) else tuple(made)
 
     def kernel(self, sinks: Sequence[str], memory: Sequence[str]) -> Tiled | Refusal:
@@ -192,7 +207,9 @@ class _Cover:
         if isinstance(nest, Refusal):
             return nest
         found = tilings(self.spec).candidates(nest, layouts, self.spec)
-        return Tiled(tuple(computes), nest, *found[0]) if found else NO_TILING
+        if not found:
+            return CROSSED if crossed(nest) else NO_TILING
+        return Tiled(tuple(computes), nest, *found[0])
 
     def needed(self, sinks: Sequence[str], memory: Sequence[str]) -> dict[str, Compute]:
         """What the sinks are computed from, in execution order."""

@@ -16,7 +16,7 @@ from typing import Any
 
 from deuteron.base.device import DeviceSpec
 from deuteron.base.products import MAX_WHOLE, MIN_TENSOR_CORE_SIDE
-from deuteron.ir.expr import Expr, flops
+from deuteron.ir.expr import Expr
 from deuteron.ir.index import Axis, Index, const, hint, product
 from deuteron.ir.nest import Nest, Reduce, Statement, Store, roots
 from deuteron.ir.operations import HALF, ITEMSIZE
@@ -364,7 +364,7 @@ class Estimator:
         for s in nest.statements:
             product = isinstance(s, Reduce) and s.name in nest.contractions
             sides = (*s.body.args,) if isinstance(s, Reduce) and product else roots(s)
-            self.vectors.append([(flops(e), set(nest.axes_of(e))) for e in sides])
+            self.vectors.append([nest.work(e) for e in sides])
             loads = [n for e in sides if not (product and _plain(e)) for n in e.loads()]
             read = (n for n in loads if n.attr[0] not in nest.reductions)
             self.brought.append([(n, set(nest.axes_of(n))) for n in read])
@@ -387,10 +387,12 @@ class Estimator:
                 tensor += 2.0 * places
                 # All warps are along the rows where one product reads another's result.
                 warps = (1.0, 1.0) if self.nested else repeated(nest, tiling, s, spec)
-                for (work, where), times in zip(sides, warps, strict=True):
-                    vector += work * points(tiling, where) * share * times
+                for parts, times in zip(sides, warps, strict=True):
+                    for work, where in parts:
+                        vector += work * points(tiling, where) * share * times
             else:
-                vector += sum(work for work, _ in sides) * places
+                for work, where in (part for parts in sides for part in parts):
+                    vector += work * points(tiling, where) * share
             brought += sum(
                 LOAD_FLOPS * points(tiling, where) * share
                 for n, where in loads

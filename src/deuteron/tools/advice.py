@@ -75,6 +75,11 @@ REFUSALS: dict[str, Advice] = {
         "would read rows at odd places",
         "Heads of at most 256 columns fit, if that number is fixed, and rows of whole 4 bytes.",
     ),
+    "crossed sums": Advice(
+        "of two results each is summed over what the other has rows of (the gradients of queries "
+        "and of keys): one kernel would have to add to one of them atomically",
+        "Nothing to change: each has a kernel, and the scores are computed in both.",
+    ),
     "many results": Advice(
         "others need more results of the products and what surrounds them than a search for their "
         "kernels takes",
