@@ -8,7 +8,8 @@ An `Expr` is frozen and interned; equality is identity. `op` says what it is:
               mask is false nothing is read and the value is `fill`
     cast      args = (x,); converts to `dtype` as C and ATen do; to f8e4m3 it saturates. With attr
               `UNROUNDED`, from a half type to f32: the f32 number that x was rounded from, where
-              the same kernel has it, else x (see `unrounded`)
+              the same kernel has it, else x (see `unrounded`); `FACTOR`: x, and that number
+              where no tensor cores multiply
     reduce    attr = (kind, axes); args = (body,): reduces body over the axes (see `REDUCTIONS`)
     scan      attr = (kind, axis); args = (body,): inclusive scan along the axis
     random    attr = (distribution, stream, element index); args = (seed,): Philox-4x32-10, counted
@@ -54,13 +55,13 @@ from deuteron.ir.operations import (
     FLOATS,
     FLOATS_ONLY,
     HALF,
-    INTS,
     ITEMSIZE,
     NO_OP,
     SCALAR_OPS,
+    widens,
 )
 
-UNROUNDED = "unrounded"
+UNROUNDED, FACTOR = "unrounded", "factor"
 
 
 _COUNT = itertools.count()
@@ -287,6 +288,8 @@ def rebuild(
     if all(a is b for a, b in zip(args, node.args, strict=True)):
         return node
     if node.op == "cast":
+        if node.attr == FACTOR:
+            return Expr("cast", "f32", args, FACTOR)
         return unrounded(args[0]) if node.attr == UNROUNDED else cast(args[0], node.dtype)
     if node.op in SCALAR_OPS:
         return op(node.op, *args, dtype=node.dtype)
@@ -374,10 +377,13 @@ def cast(x: Expr, dtype: str) -> Expr:
         return x
     if x.op == "literal" and _exact(x.attr, dtype):
         return literal(x.attr, dtype)
-    if x.op == "cast" and x.args[0].dtype == dtype and _widens(dtype, x.dtype):
+    if x.op == "cast" and x.args[0].dtype == dtype and widens(dtype, x.dtype):
         return x.args[0]
     if x.op == "cast" and x.args[0].dtype == dtype and _sign_of(x.args[0], x.dtype):
         return x.args[0]
+    whole = x.op == "cast" and x.args[0].dtype in ("u8", "i8")
+    if whole and widens(x.args[0].dtype, x.dtype) and widens(x.dtype, dtype):
+        return cast(x.args[0], dtype)
     return Expr("cast", dtype, (x,))
 
 
@@ -425,22 +431,6 @@ def _exact(value: Any, dtype: str) -> bool:
     if isinstance(value, float):  # C truncates what fits; what does not fit is the machine's affair
         return math.isfinite(value) and literal(int(value), dtype).attr == int(value)
     return True
-
-
-def _widens(a: str, b: str) -> bool:
-    """Whether every value of `a` is exact in `b`."""
-    if a == b:
-        return True
-    if a == "bool":
-        return True
-    if a in INTS and b in INTS:
-        signed = (a != "u8", b != "u8")
-        return ITEMSIZE[b] > ITEMSIZE[a] and (signed[1] or not signed[0])
-    if a in FLOAT8:
-        return b in ("f32", "f64")
-    if a in FLOATS and b in FLOATS:
-        return b == "f64" or (b == "f32" and a in ("f16", "bf16"))
-    return a in ("u8", "i8", "i16") and b in ("f32", "f64") or (a == "i32" and b == "f64")
 
 
 class WrongDtype(TypeError):

@@ -134,6 +134,24 @@ REDUCTIONS: dict[str, Reduction] = {
 }
 
 
+def widens(a: str, b: str) -> bool:
+    """Whether every value of `a` is exact in `b`."""
+    if a == b:
+        return True
+    if a == "bool":
+        return True
+    if a in INTS and b in INTS:
+        signed = (a != "u8", b != "u8")
+        return ITEMSIZE[b] > ITEMSIZE[a] and (signed[1] or not signed[0])
+    if a in FLOAT8:
+        return b in ("f32", "f64")
+    if a in FLOATS and b in FLOATS:
+        return b == "f64" or (b == "f32" and a in ("f16", "bf16"))
+    if a in ("u8", "i8") and b in HALF:
+        return True
+    return a in ("u8", "i8", "i16") and b in ("f32", "f64") or (a == "i32" and b == "f64")
+
+
 SCANS = ("sum", "prod", "max", "min")
 
 

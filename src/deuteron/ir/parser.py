@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from deuteron.ir.expr import UNROUNDED, Expr, literal
+from deuteron.ir.expr import FACTOR, UNROUNDED, Expr, literal
 from deuteron.ir.index import Atom, Axis, Div, Index, MinMax, Mod, Sym, Value, atom, const
 from deuteron.ir.operations import COMPARISONS, DTYPES
 from deuteron.ir.printer import INFIX
@@ -378,8 +378,8 @@ class _Reader:
         args = tuple(self.expr(a) for a in node.args)
         if name == "cast" and dtype is not None:
             return Expr("cast", dtype, args)
-        if name == UNROUNDED:
-            return Expr("cast", "f32", args, UNROUNDED)
+        if name in (UNROUNDED, FACTOR):
+            return Expr("cast", "f32", args, name)
         kind = name.partition("_")
         if kind[0] in ("reduce", "scan") and marks:
             axes = tuple(self.axis(m) for m in marks)

@@ -24,7 +24,7 @@ A rounding is kept where more than the last digits of a result depend on it, or 
                (a softmax of ±40 did not sum to 1 by 2 %; the gradient of a bias had 13 times
                eager's error).
     factors    What is multiplied and summed over an axis that both factors have, where they differ
-               in others, is rounded as tensor cores take it: the product may become one of theirs.
+               in others, is rounded as tensor cores take it where they multiply (``factor(x)``).
 
 Where a result is rounded, whole powers are products (`multiplied`).
 
@@ -199,13 +199,16 @@ def relaxed(c: Compute, stored: set[str]) -> Compute:
     if not any(widening(n) for root in roots(c) for n in root.walk()):
         return c
     exact = {n for root in roots(c) for n in rounded(root)}
+    multiplied = {n for root in roots(c) for n in factors(root)}
 
     def rule(n: Expr, args: tuple[Expr, ...]) -> Expr | None:
         if not widening(n) or n in exact:
             return None
         new = E.unrounded(args[0])
         known = new.op == "cast" and new.attr is not None
-        return E.cast(args[0], "f32") if known and from_memory(args[0], stored) else new
+        if known and from_memory(args[0], stored):
+            return E.cast(args[0], "f32")
+        return Expr("cast", "f32", args, E.FACTOR) if n in multiplied else new
 
     def change(e: Expr) -> Expr:
         return E.rewrite(e, rule)
@@ -247,6 +250,10 @@ def rounded(root: Expr) -> Iterator[Expr]:
     for operand in equated(root):
         yield from filter(widening, operand.walk())
     yield from decided_by(root)
+
+
+def factors(root: Expr) -> Iterator[Expr]:
+    """The conversions to f32 of halves that tensor cores may multiply."""
     for n in root.walk():
         if n.op == "reduce" and n.attr[0] == "sum" and n.args[0].op == "mul":
             a, b = n.args[0].args
@@ -260,7 +267,8 @@ def fully_unrounded(program: Program) -> dict[str, Compute]:
     the f32 number that would be rounded, and readers round it who must. What kernels find lies
     between this and the program's own definitions. Empty where nothing is read unrounded."""
     computes = program.computes()
-    if not any(n.attr == E.UNROUNDED for c in computes for r in roots(c) for n in r.walk()):
+    nodes = (n for c in computes for r in roots(c) for n in r.walk())
+    if not any(n.op == "cast" and n.attr is not None for n in nodes):
         return {}
     written = {c.target for c in computes} | {c.name for c in computes if c.target is not None}
     wide = {c.name for c in computes if c.body.dtype in HALF} - written
@@ -270,6 +278,7 @@ def fully_unrounded(program: Program) -> dict[str, Compute]:
     def widened(root: Expr) -> Expr:
         for n in root.walk():  # what is loaded decides places, too
             new = E.rebuild(n, tuple(done[a] for a in n.args), {}, done)
+            new = E.unrounded(new.args[0]) if new.op == "cast" and new.attr == E.FACTOR else new
             if n.op == "load" and n.attr[0] in wide and n.dtype in HALF:
                 (name, index, fill), mask = new.attr, new.args[0] if new.args else None
                 new = E.cast(E.load(name, index, "f32", mask, 0 if fill is None else fill), n.dtype)

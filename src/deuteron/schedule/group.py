@@ -24,6 +24,7 @@ from deuteron.ir import expr as E
 from deuteron.ir.expr import Expr, flops, issued, own_flops
 from deuteron.ir.index import Atom, Axis, Index, Value, atom, const, hint, product, substitute
 from deuteron.ir.program import Compute, Layout, tensors_read
+from deuteron.lower.unrounded import plain
 from deuteron.schedule.kernel import Nest, Reduce, Scan, Stmt, Store
 from deuteron.schedule.space import Map, Space, same_element
 
@@ -326,8 +327,8 @@ class Builder:
             new = E.rebuild(node, args, table, done)
             if new.op == "load" and new.attr[0] in self.group.names:
                 new = self.local(new)
-            elif new.op == "cast" and new.attr is not None:  # of what is in memory: rounded
-                new = E.cast(new.args[0], new.dtype)
+            elif new.op == "cast" and new.attr is not None:  # what is in memory is rounded
+                new = plain(E.unrounded(new.args[0]))
             done[node] = new
         return done[root]
 
