@@ -35,6 +35,7 @@ from dev.check.interpret import readable
 from dev.check.quick import by_halves, quicken
 from tests.schedule import tools
 from tests.schedule.test_fusion import COUNTS, placed
+from tests.schedule.test_phases import INTERLEAVED
 from tests.schedule.tools import Scheduled, scheduled, spec_of
 
 torch.manual_seed(0)  # the programs' inputs are the same in every run
@@ -801,7 +802,7 @@ EVERY = (
     | GROUPS
     | SHARED
 )
-EVERY |= GROUPED | ROW_SPLITS | ALIKE | WALKED
+EVERY |= GROUPED | ROW_SPLITS | ALIKE | WALKED | INTERLEAVED
 
 
 @contextmanager

@@ -26,6 +26,7 @@ from deuteron.schedule.kernel import Schedule
 from deuteron.schedule.layouts import lie_alike, without_copies
 from deuteron.schedule.narrow import narrow
 from deuteron.schedule.normalize import canonical, is_unfused, normalize
+from deuteron.schedule.phases import write_phases
 from deuteron.schedule.printer import call_lines, contraction_lines, group_lines, print_schedule
 from deuteron.schedule.recompute import recompute
 from deuteron.schedule.split import split_groups
@@ -140,6 +141,13 @@ def recomputed(before: Grouped, context: Context) -> Grouped:
     """What is cheaper to compute again than to read."""
     if context.options.fusion:
         recompute(before.fusion)
+    return before
+
+
+def phases_written(before: Grouped, context: Context) -> Grouped:
+    """Reductions over what differs in a small period, with its places written out."""
+    if context.options.fusion:
+        write_phases(before.fusion, cache(lambda: multiplied(before, context)))
     return before
 
 
@@ -277,6 +285,7 @@ SCHEDULING: Table = (
     Pass("fuse", fused, verify_grouped, grouped_text),
     Pass("split", split_few_rows, verify_grouped, grouped_text),
     Pass("recompute", recomputed, verify_grouped, grouped_text),
+    Pass("phases", phases_written, verify_grouped, grouped_text),
     Pass("order", ordered, KERNELS_TELL, ordered_text),
     Pass("contract", contracted, KERNELS_TELL, ordered_text),
     Pass("horizontal", fused_horizontally, KERNELS_TELL, launches_text),
