@@ -147,6 +147,14 @@ def test_a_choice_that_no_period_decides_stays() -> None:
     assert not worse_than_eager(f, args, plan.results)
 
 
+def test_what_becomes_no_simpler_stays() -> None:
+    """Pairs in memory are as good as one axis."""
+    f = lambda x: x.flatten(1).exp().sum(1)  # noqa: E731
+    x = torch.randn(4096, 2, 1024).transpose(1, 2)
+    plan = planned(f, x, device="H200")
+    assert not worse_than_eager(f, [x], plan.results) and not decisions(plan)
+
+
 @pytest.mark.parametrize("k", [48, 1020])
 @pytest.mark.parametrize("precision", ["float32", "eager"])
 @pytest.mark.parametrize("f", FORMS)

@@ -15,6 +15,7 @@ from functools import partial, reduce
 
 from deuteron.ir import dynamic_bounds
 from deuteron.ir import expr as E
+from deuteron.ir.expr import Expr
 from deuteron.ir.index import Axis, Mod, divide_exact, split_points
 from deuteron.ir.operations import REDUCTIONS
 from deuteron.ir.program import Compute
@@ -98,13 +99,14 @@ def periods(group: Group) -> Iterator[tuple[Axis, int]]:
 
 def written_out(group: Group, axis: Axis, count: int) -> Group | None:
     """The group that reduces over the quotient of `axis` by `count`; None where a member needs
-    every point, or order."""
+    every point, or order, or where the terms are no simpler than as many points."""
     if group.row_split is not None or group.group_axes:
         return None
     extent = divide_exact(axis.extent, count)
     assert extent is not None, "it is a period of the axis"
     outer = Axis(axis.name, extent)
     members: list[Member] = []
+    saved = 0
     for m in group.members:
         uses = [a for a, i in m.at.items() if axis in i.axes()]
         if uses:
@@ -117,13 +119,22 @@ def written_out(group: Group, axis: Axis, count: int) -> Group | None:
                 return None
             inner = Axis(own.name, extent)
             terms = [body.substitute({own: inner.index * count + k}) for k in range(count)]
+            total = reduce(partial(E.op, scalar), terms)
+            saved += count * _along(body, own) + count - 1 - _along(total, inner)
             over = tuple(inner if a == own else a for a in axes)
-            value = E.reduce(kind, over, reduce(partial(E.op, scalar), terms))
+            value = E.reduce(kind, over, total)
             at = {a: i for a, i in m.at.items() if a != own} | {inner: outer.index}
             m = replace(m, compute=replace(m.compute, body=value), at=at)
         members.append(m)
+    if saved <= 0:
+        return None
     reduced = tuple(outer if a == axis else a for a in group.space.reduced)
     return replace(group, space=replace(group.space, reduced=reduced), members=tuple(members))
+
+
+def _along(root: Expr, axis: Axis) -> int:
+    """Operations, loads included, that differ along an axis."""
+    return sum(axis in n.axes() for n in root.walk())
 
 
 __all__ = ["write_phases"]
