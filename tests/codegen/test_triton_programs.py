@@ -23,6 +23,7 @@ from tests.codegen.triton_programs import (
     GROUPED,
     GROUPS,
     JOINED,
+    RUNS,
     behind_sums,
     chained_sums,
     in_blocks,
@@ -61,6 +62,19 @@ def test_groups_are_reduced_beside_rows(name: str) -> None:
     assert nest.group_axes
     (made,) = kernels(planned(name), name)
     assert made.source.count("tl.load(") == len(kernel.reads), "everything is read once"
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_what_runs_of_a_row_share_is_read_once_for_each(name: str) -> None:
+    (made,) = kernels(planned(name), name)
+    assert made.source.count("libm.in_runs(tl.load(") == 2
+
+
+def test_even_and_odd_elements_of_rows_are_read_together() -> None:
+    name = "interleaved: rows of 1020"
+    (made,) = kernels(planned(name), name)
+    assert made.source.count("libm.in_pairs(tl.load(") == 1
+    assert made.source.count("tl.load(") == 3, "bytes, scales, the row"
 
 
 @pytest.mark.parametrize("name", JOINED)

@@ -65,6 +65,11 @@ def chained_sums(*given: torch.Tensor) -> list[torch.Tensor]:
     return made[1:]
 
 
+def of_runs(x: torch.Tensor, w: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    """Rows of which the first and the middle digit have values."""
+    return (x * w[..., None, None] + v[:, None]).square().sum((1, 2, 3))
+
+
 PROGRAMS: dict[str, tuple[Any, tuple[Any, ...]]] = {n: (f, a) for n, f, a, _ in COUNTS} | {
     "few long rows": (lambda x: x.sum(-1), (torch.randn(4, 30_000),)),
     "tall columns": (lambda x: (x * 2).sum(0), (torch.randn(1024, 40),)),
@@ -789,6 +794,18 @@ WALKED: dict[str, tuple[Any, tuple[Any, ...]]] = {
         (torch.randn(8, 4, 196), torch.rand(3, 8, 1, 1) + 0.5),
     ),
 }
+RUNS: dict[str, tuple[Any, tuple[Any, ...]]] = {
+    f"values of runs of {n}": (
+        of_runs,
+        (torch.randn(70, 4, 6, n), torch.randn(70, 4), torch.randn(6)),
+    )
+    for n in (16, 48)
+} | {
+    "group norm of runs": (
+        lambda x, w, b: F.relu(F.group_norm(x, 4, w, b)),
+        (torch.randn(9, 24, 32), torch.randn(24), torch.randn(24)),
+    )
+}
 EVERY = (
     PROGRAMS
     | JOINED
@@ -802,7 +819,7 @@ EVERY = (
     | GROUPS
     | SHARED
 )
-EVERY |= GROUPED | ROW_SPLITS | ALIKE | WALKED | INTERLEAVED
+EVERY |= GROUPED | ROW_SPLITS | ALIKE | WALKED | INTERLEAVED | RUNS
 
 
 @contextmanager

@@ -22,6 +22,7 @@ from deuteron.codegen.precision import (
 from deuteron.codegen.triton import scalars
 from deuteron.codegen.triton.dynamic_bounds import continues, write_reduction
 from deuteron.codegen.triton.peephole import divided_by_reciprocal, has_safe_reciprocal, peephole
+from deuteron.codegen.triton.row_loads import row_load
 from deuteron.codegen.triton.scope import NONE, PART, Dim, Dims, Scope
 from deuteron.codegen.triton.state import Limits, TileState
 from deuteron.ir import expr as E
@@ -65,9 +66,9 @@ class Emitter(TileState):
         if dim.parts:
             self.scope.add(f"rpart = {offset} // rspan")
             for a, below, inner in self._places_of(dim.parts):
-                text = "rpart" if below.value == 1 else f"rpart // {self._factor(below)}"
+                text = "rpart" if below.value == 1 else f"rpart // {self.factor(below)}"
                 self.scope.axes[a] = self.fresh("r_at")
-                more = f" % {self._factor(a.extent)}" if inner else ""
+                more = f" % {self.factor(a.extent)}" if inner else ""
                 self.scope.add(f"{self.scope.axes[a]} = {text}{more}")
             offset = f"{offset} % rspan"
         start = f"{offset} + " if offset != "0" else ""
@@ -255,7 +256,7 @@ class Emitter(TileState):
     def _check(self, node: Expr, scope: Scope) -> str:
         """Asserts that an index is within its dimension; its value, which spans what the masks of
         the assertion do."""
-        text, extent = self.value(node.args[0]), self._factor(node.attr)
+        text, extent = self.value(node.args[0]), self.factor(node.attr)
         bounds = self.mask(self.deps(node))
         masks = [self.value(a) for a in node.args[1:]] + ([bounds] if bounds else [])
         outside = " & ".join([f"(({text} < 0) | ({text} >= {extent}))", *masks])
@@ -268,7 +269,7 @@ class Emitter(TileState):
         name, idx, fill = node.attr
         address, cond = idx[0], node.args[0] if node.args else None
         if cond is None and self.within is None and name not in self.limits:
-            steady = self._steady(node)
+            steady = self._steady(node) or row_load(self, node)
             if steady is not None:
                 return steady
         dims = self.index_deps(address)
@@ -306,14 +307,14 @@ class Emitter(TileState):
         used = [a for a in r.axes if a in address.axes()] if r is not None else []
         if r is None or start == "0" or self.rotation is not None or len(used) != 1:
             return None
-        below, inner = self._digit(r, used[0])
+        below, inner = self.digit(r, used[0])
         step = address.coefficient(used[0])
         if not below.value or not self.block or below.value % self.block:
             return None
         if step is None or step.axes() or r.name in self.index_deps(address - used[0].index * step):
             return None
-        place = f"{start} // {below.value}" + (f" % {self._factor(used[0].extent)}" * inner)
-        place = f"({place})" if step.value == 1 else f"({place}) * {self._factor(step)}"
+        place = f"{start} // {below.value}" + (f" % {self.factor(used[0].extent)}" * inner)
+        place = f"({place})" if step.value == 1 else f"({place}) * {self.factor(step)}"
         rest = address - used[0].index * step
         own, wanted = self.index_deps(rest), self.index_deps(address)
         index = self.spread(self.index(rest), own, wanted - {"r"})
@@ -332,7 +333,7 @@ class Emitter(TileState):
         count, kernel = self.limits[tensor]
         index = self.spread(self.index(address), self.index_deps(address), dims)
         masks = f" & ({where})" if where else ""
-        outside = f"((({index}) < 0) | (({index}) >= {self._factor(count)})){masks}"
+        outside = f"((({index}) < 0) | (({index}) >= {self.factor(count)})){masks}"
         text = f"kernel {kernel}: {what} outside tensor {tensor} of {count} elements, at {address}"
         plain = "".join(c if c.isascii() and c not in "'\"\\{}%" else " " for c in one_line(text))
         scope.add(f'tl.device_assert(({outside}) == 0, "{plain}")')
@@ -499,19 +500,19 @@ class Emitter(TileState):
 
     def _digit_text(self, dim: Dim, axis: Axis, of: str) -> str:
         """The text of an axis' place where a dimension's is `of`."""
-        below, inner = self._digits.get(axis) or self._digit(dim, axis)
-        text = of if below.value == 1 else f"{of} // {self._factor(below)}"
+        below, inner = self._digits.get(axis) or self.digit(dim, axis)
+        text = of if below.value == 1 else f"{of} // {self.factor(below)}"
         if not inner:
             return text
-        return f"{text if below.value == 1 else f'({text})'} % {self._factor(axis.extent)}"
+        return f"{text if below.value == 1 else f'({text})'} % {self.factor(axis.extent)}"
 
-    def _digit(self, dim: Dim, axis: Axis) -> tuple[Index, bool]:
+    def digit(self, dim: Dim, axis: Axis) -> tuple[Index, bool]:
         """An axis is a digit of its dimension's index: (what its unit is worth, whether others are
         worth more).
         """
         return next((n, inner) for a, n, inner in self._places_of(dim.axes) if a == axis)
 
-    def _factor(self, index: Index) -> str:
+    def factor(self, index: Index) -> str:
         text = self._sum(index)
         return text if text.isidentifier() or text.isdigit() else f"({text})"
 
@@ -525,7 +526,7 @@ class Emitter(TileState):
         if isinstance(a, MinMax):
             return f"tl.{a.kind}imum({self._sum(a.a)}, {self._sum(a.b)})"
         assert isinstance(a, (Div, Mod))
-        num, den = self._factor(a.num), self._factor(a.den)
+        num, den = self.factor(a.num), self.factor(a.den)
         if is_nonneg(a.num):
             return f"({num} {'//' if isinstance(a, Div) else '%'} {den})"
         return f"libm.index_{'div' if isinstance(a, Div) else 'mod'}({num}, {den})"

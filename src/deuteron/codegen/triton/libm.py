@@ -452,6 +452,19 @@ def reduce_sum(x, axis: tl.constexpr = 1):
 
 
 @triton.jit
+def in_pairs(x):
+    """The even and the odd elements of rows."""
+    return tl.split(tl.reshape(x, [x.shape[0], x.shape[1] // 2, 2]))
+
+
+@triton.jit
+def in_runs(x, run: tl.constexpr):
+    """Each element so many times, along the last of two dimensions."""
+    many = tl.broadcast_to(x[:, :, None], [x.shape[0], x.shape[1], run])
+    return tl.reshape(many, [x.shape[0], x.shape[1] * run])
+
+
+@triton.jit
 def _add_two(a, b, c, d):
     return a + c, b + d
 

@@ -119,6 +119,8 @@ def write_nest(
         em.rotation = rotation_of(loops, tiling.misaligned, single_row)
     nodes = unique_nodes(loops.roots())
     em.bound.update(a for n in nodes if n.op == "reduce" for a in n.attr[1])
+    loads = (n for n in nodes if n.op == "load" and n.attr[1] and not n.args)
+    em.read.update((n.attr[0], n.attr[1][0]) for n in loads)
     em.divisions.update(n.args[1] for n in nodes if n.op == "div" and n.dtype == "f32")
     declare_results(loops, em)
     em.barrier_stores = stores_behind_barriers(loops, names, lambda e: em.deps(e) <= em.whole - R)

@@ -54,6 +54,7 @@ class TileState(Placing[str, Scope]):
         self.softmax_sums: frozenset[str] = frozenset()  # likewise: names of reductions
         self.policies: dict[Expr, str] = {}  # load -> eviction policy
         self.bound: set[Axis] = set()  # axes of reductions inside expressions
+        self.read: set[tuple[str, Index]] = set()  # what is read under no condition
         self.divisions = Counter[Expr]()  # of f32, by their divisors
         self.lane_elements, self.terms = 1, 1  # see `tiling.Tiling`
         self.block = 0  # the most elements of a block along r, a power of two
