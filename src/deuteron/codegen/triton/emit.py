@@ -65,10 +65,10 @@ class Emitter(TileState):
         wide = "" if self.index_type == "tl.int32" else f".to({self.index_type})"
         if dim.parts:
             self.scope.add(f"rpart = {offset} // rspan")
-            for a, below, inner in self._places_of(dim.parts):
-                text = "rpart" if below.value == 1 else f"rpart // {self.factor(below)}"
+            for a, below, inner in self.places_of(dim.parts):
+                text = "rpart" if below.value == 1 else f"rpart // {self._factor(below)}"
                 self.scope.axes[a] = self.fresh("r_at")
-                more = f" % {self.factor(a.extent)}" if inner else ""
+                more = f" % {self._factor(a.extent)}" if inner else ""
                 self.scope.add(f"{self.scope.axes[a]} = {text}{more}")
             offset = f"{offset} % rspan"
         start = f"{offset} + " if offset != "0" else ""
@@ -256,7 +256,7 @@ class Emitter(TileState):
     def _check(self, node: Expr, scope: Scope) -> str:
         """Asserts that an index is within its dimension; its value, which spans what the masks of
         the assertion do."""
-        text, extent = self.value(node.args[0]), self.factor(node.attr)
+        text, extent = self.value(node.args[0]), self._factor(node.attr)
         bounds = self.mask(self.deps(node))
         masks = [self.value(a) for a in node.args[1:]] + ([bounds] if bounds else [])
         outside = " & ".join([f"(({text} < 0) | ({text} >= {extent}))", *masks])
@@ -313,8 +313,8 @@ class Emitter(TileState):
             return None
         if step is None or step.axes() or r.name in self.index_deps(address - used[0].index * step):
             return None
-        place = f"{start} // {below.value}" + (f" % {self.factor(used[0].extent)}" * inner)
-        place = f"({place})" if step.value == 1 else f"({place}) * {self.factor(step)}"
+        place = f"{start} // {below.value}" + (f" % {self._factor(used[0].extent)}" * inner)
+        place = f"({place})" if step.value == 1 else f"({place}) * {self._factor(step)}"
         rest = address - used[0].index * step
         own, wanted = self.index_deps(rest), self.index_deps(address)
         index = self.spread(self.index(rest), own, wanted - {"r"})
@@ -333,7 +333,7 @@ class Emitter(TileState):
         count, kernel = self.limits[tensor]
         index = self.spread(self.index(address), self.index_deps(address), dims)
         masks = f" & ({where})" if where else ""
-        outside = f"((({index}) < 0) | (({index}) >= {self.factor(count)})){masks}"
+        outside = f"((({index}) < 0) | (({index}) >= {self._factor(count)})){masks}"
         text = f"kernel {kernel}: {what} outside tensor {tensor} of {count} elements, at {address}"
         plain = "".join(c if c.isascii() and c not in "'\"\\{}%" else " " for c in one_line(text))
         scope.add(f'tl.device_assert(({outside}) == 0, "{plain}")')
@@ -378,23 +378,6 @@ class Emitter(TileState):
         if (rest % 4).value != 0:
             return None
         return f"{self.index(rest // 4)}, {self.starts[last.name]}, {last.block}"
-
-    def spread(self, index: str, have: Dims, want: Dims) -> str:
-        """An index text made to span the dimensions `want`."""
-        if have == want:
-            return f"({index})"
-        return f"({index} + tl.zeros({self.shape(want)}, tl.int32))"
-
-    def mask(self, dims: Dims, at: int | None = None) -> str:
-        """The text of the mask of the dimensions that need one, or nothing."""
-        names = [f"{d.stem}mask" for d in self.dims.values() if d.masked and d.name in dims]
-        if len(names) < 2:
-            return names[0] if names else ""
-        scope = self.chain[self.level(dims)]
-        if "mask" not in scope.sums:
-            scope.sums["mask"] = f"{self.dims['x'].prefix}mask"
-            scope.add(f"{scope.sums['mask']} = {' & '.join(names)}")
-        return scope.sums["mask"]
 
     # -- indices -----------------------------------------------------------------------------------
 
@@ -493,26 +476,15 @@ class Emitter(TileState):
         scope.axes[axis] = name
         return name
 
-    def _places_of(self, axes: Sequence[Axis]) -> Iterator[tuple[Axis, Index, bool]]:
-        """Of each axis what its unit is worth, and whether others are worth more."""
-        for k, a in enumerate(axes):
-            yield a, product(b.extent for b in axes[k + 1 :]), k > 0
-
     def _digit_text(self, dim: Dim, axis: Axis, of: str) -> str:
         """The text of an axis' place where a dimension's is `of`."""
         below, inner = self._digits.get(axis) or self.digit(dim, axis)
-        text = of if below.value == 1 else f"{of} // {self.factor(below)}"
+        text = of if below.value == 1 else f"{of} // {self._factor(below)}"
         if not inner:
             return text
-        return f"{text if below.value == 1 else f'({text})'} % {self.factor(axis.extent)}"
+        return f"{text if below.value == 1 else f'({text})'} % {self._factor(axis.extent)}"
 
-    def digit(self, dim: Dim, axis: Axis) -> tuple[Index, bool]:
-        """An axis is a digit of its dimension's index: (what its unit is worth, whether others are
-        worth more).
-        """
-        return next((n, inner) for a, n, inner in self._places_of(dim.axes) if a == axis)
-
-    def factor(self, index: Index) -> str:
+    def _factor(self, index: Index) -> str:
         text = self._sum(index)
         return text if text.isidentifier() or text.isdigit() else f"({text})"
 
@@ -526,7 +498,7 @@ class Emitter(TileState):
         if isinstance(a, MinMax):
             return f"tl.{a.kind}imum({self._sum(a.a)}, {self._sum(a.b)})"
         assert isinstance(a, (Div, Mod))
-        num, den = self.factor(a.num), self.factor(a.den)
+        num, den = self._factor(a.num), self._factor(a.den)
         if is_nonneg(a.num):
             return f"({num} {'//' if isinstance(a, Div) else '%'} {den})"
         return f"libm.index_{'div' if isinstance(a, Div) else 'mod'}({num}, {den})"

@@ -1,6 +1,6 @@
 """Loads of whole blocks of rows where lanes that load for themselves would ask too often.
 
-In: an `Emitter` inside of a nest of rows, an unconditional load. Out: text, or None.
+In: the state inside of a nest of rows, an unconditional load. Out: text, or None.
 
     runs    what is the same for runs of a row's elements (a scale for 128 weights) is read once for
             each run
@@ -15,26 +15,23 @@ rows of 32 x 64 with a scale for each 64 320 and 224, one row by int8 weights wi
 from __future__ import annotations
 
 from math import gcd
-from typing import TYPE_CHECKING
 
 from deuteron.codegen.triton.scope import Dim
+from deuteron.codegen.triton.state import TileState
 from deuteron.ir.expr import Expr
 from deuteron.ir.index import Index, const
-
-if TYPE_CHECKING:
-    from deuteron.codegen.triton.emit import Emitter
 
 MIN_RUN = 16  # elements
 
 
-def row_load(em: Emitter, node: Expr) -> str | None:
+def row_load(em: TileState, node: Expr) -> str | None:
     r = em.dims.get("r")
     if r is None or em.rank != 2 or em.rotation is not None or r.parts or "r" not in em.starts:
         return None
     return _of_runs(em, node, r) or _of_pair(em, node, r)
 
 
-def _of_runs(em: Emitter, node: Expr, r: Dim) -> str | None:
+def _of_runs(em: TileState, node: Expr, r: Dim) -> str | None:
     address = node.attr[1][0]
     used = [a for a in r.axes if a in address.axes()]
     steps = [address.coefficient(a) or const(0) for a in used]
@@ -48,18 +45,18 @@ def _of_runs(em: Emitter, node: Expr, r: Dim) -> str | None:
     place = []
     for (below, inner), a, step in zip(digits, used, steps, strict=True):
         digit = number if below.value == run else f"({number} // {(below.value or run) // run})"
-        digit += f" % {em.factor(a.extent)}" * inner
-        place.append(digit if step.value == 1 else f"{digit} * {em.factor(step)}")
+        digit += f" % ({em.index(a.extent)})" * inner
+        place.append(digit if step.value == 1 else f"{digit} * ({em.index(step)})")
     block = _block(em, node, base, " + ".join(place), f"{number} * {run} < rnumel" * r.masked)
     return f"libm.in_runs({block}, {run})"
 
 
-def _of_pair(em: Emitter, node: Expr, r: Dim) -> str | None:
+def _of_pair(em: TileState, node: Expr, r: Dim) -> str | None:
     name, (address, *_), _ = node.attr
     pairs = sum((2 * a.index * em.digit(r, a)[0] for a in r.axes), const(0))
     odd = dict((address - pairs).terms).get((), 0) % 2
     base = address - pairs - odd
-    if "r" in em.index_deps(base) or (name, address + (1 - 2 * odd)) not in em.read:
+    if "r" in em.index_deps(base) or (name, (address + (1 - 2 * odd),)) not in em.read:
         return None
     scope, key = em.chain[em.level(em.index_deps(address))], (name, base, "pairs")
     if key not in scope.sums:
@@ -71,12 +68,12 @@ def _of_pair(em: Emitter, node: Expr, r: Dim) -> str | None:
     return scope.sums[key].split(", ")[odd]
 
 
-def _lanes(em: Emitter, r: Dim, count: str) -> str:
+def _lanes(em: TileState, r: Dim, count: str) -> str:
     wide = "" if em.index_type == "tl.int32" else f".to({em.index_type})"
     return f"tl.arange(0, {count}){r.slice(em.rank)}{wide}"
 
 
-def _block(em: Emitter, node: Expr, base: Index, place: str, inside: str) -> str:
+def _block(em: TileState, node: Expr, base: Index, place: str, inside: str) -> str:
     """What is read at places along r behind `base`, which does not depend on r."""
     name, (address, *_), _ = node.attr
     rows = em.index_deps(address) - {"r"}

@@ -17,7 +17,7 @@ from deuteron.codegen.precision import (
 from deuteron.codegen.triton import scalars
 from deuteron.codegen.triton.scope import PART, Dim, Dims, Scope, bound_name
 from deuteron.ir.expr import Expr
-from deuteron.ir.index import Axis, Index, Value
+from deuteron.ir.index import Axis, Index, Value, product
 
 R: Dims = frozenset("r")
 # Of a tensor whose accesses are checked: the elements that its memory has, and the kernel's name.
@@ -54,7 +54,7 @@ class TileState(Placing[str, Scope]):
         self.softmax_sums: frozenset[str] = frozenset()  # likewise: names of reductions
         self.policies: dict[Expr, str] = {}  # load -> eviction policy
         self.bound: set[Axis] = set()  # axes of reductions inside expressions
-        self.read: set[tuple[str, Index]] = set()  # what is read under no condition
+        self.read: set[tuple[str, tuple[Index, ...]]] = set()  # what is read under no condition
         self.divisions = Counter[Expr]()  # of f32, by their divisors
         self.lane_elements, self.terms = 1, 1  # see `tiling.Tiling`
         self.block = 0  # the most elements of a block along r, a power of two
@@ -78,6 +78,34 @@ class TileState(Placing[str, Scope]):
         """The text of the shape of a value that depends on `dims`."""
         places = sorted(self.dims.values(), key=lambda d: d.place)
         return "[" + ", ".join(d.block if d.name in dims else "1" for d in places) + "]"
+
+    def spread(self, index: str, have: Dims, want: Dims) -> str:
+        """An index text made to span the dimensions `want`."""
+        if have == want:
+            return f"({index})"
+        return f"({index} + tl.zeros({self.shape(want)}, tl.int32))"
+
+    def mask(self, dims: Dims, at: int | None = None) -> str:
+        """The text of the mask of the dimensions that need one, or nothing."""
+        names = [f"{d.stem}mask" for d in self.dims.values() if d.masked and d.name in dims]
+        if len(names) < 2:
+            return names[0] if names else ""
+        scope = self.chain[self.level(dims)]
+        if "mask" not in scope.sums:
+            scope.sums["mask"] = f"{self.dims['x'].prefix}mask"
+            scope.add(f"{scope.sums['mask']} = {' & '.join(names)}")
+        return scope.sums["mask"]
+
+    def places_of(self, axes: Sequence[Axis]) -> Iterator[tuple[Axis, Index, bool]]:
+        """Of each axis what its unit is worth, and whether others are worth more."""
+        for k, a in enumerate(axes):
+            yield a, product(b.extent for b in axes[k + 1 :]), k > 0
+
+    def digit(self, dim: Dim, axis: Axis) -> tuple[Index, bool]:
+        """An axis is a digit of its dimension's index: (what its unit is worth, whether others are
+        worth more).
+        """
+        return next((n, inner) for a, n, inner in self.places_of(dim.axes) if a == axis)
 
     def bound_dep(self, axis: Axis) -> str:
         return bound_name(axis)
