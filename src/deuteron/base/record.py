@@ -13,6 +13,9 @@ dicts), in the order in which the stages wrote them. Passes only add; nobody edi
                 matrix product: subject "product", accepted where it is generated, generated_us and
                 library_us what both were predicted to take (None: no tiles), along:
                 whether each operand is contiguous along the sum
+                Subject "tables": accepted where the kernels that store `second` tell the one that
+                stores `first` what its mask leaves. Subject "phases": a sum whose terms in a small
+                period are written out, both predictions in the detail
     kernel      name, target, ops, origins, bytes, flops, predicted_us, source
     library     op, reason, origins
     fallback    what, reason
