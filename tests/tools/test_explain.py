@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import deuteron
-from deuteron.tools.explain import explain
+from deuteron.tools.explain import enough, explain
 from deuteron.tools.measuring import interleaved
 
 HERE = Path(__file__).name
@@ -318,3 +318,10 @@ def test_a_graph_that_falls_back_is_told(monkeypatch: pytest.MonkeyPatch) -> Non
                         {**backend.deuteron_backend.__kwdefaults__, "runner": broken})  # fmt: skip
     report = explain(lambda x: x.sin(), torch.ones(3), options={"fallback": "aten"})
     assert "broken on purpose" in str(report) and report.fallbacks
+
+
+def test_steps_are_timed_until_they_are_steady() -> None:
+    """A program beside this one stopped a thread in each of the first calls."""
+    assert not enough([9.0], 60.0) and enough([9.0, 8.9], 1.0) and not enough([9.0, 8.9], 0.9)
+    assert not enough([9.0, 8.0], 4.9) and enough([9.0, 8.0], 5.0) and enough([9.0, 9.0, 8.9], 1.1)
+    assert enough([9.0 * 0.9**k for k in range(12)], 0.1)

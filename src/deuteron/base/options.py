@@ -186,7 +186,7 @@ def option_of(text: str) -> tuple[str, Any]:
     name, equals, value = text.partition("=")
     if not equals or name not in {f.name for f in fields(Options)}:
         hint = "as in --option guard=measure; " + _nearest(name, Options.describe())
-        raise OptionError(f"no option {text!r}", hint=hint)
+        raise OptionError(f"no option {name!r}" if equals else f"{text!r} has no value", hint=hint)
     return name, _parse(name, value, f"--option {name}")
 
 

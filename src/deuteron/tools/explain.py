@@ -9,7 +9,7 @@ from __future__ import annotations
 import html
 import json
 import statistics
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from time import perf_counter
@@ -38,8 +38,10 @@ from deuteron.tools.target import owners
 from deuteron.tools.why import why
 
 # Calls whose steps are timed, at least and at most, while this many seconds are not over; and
-# rounds of whole calls at least, for about as long.
+# rounds of whole calls at least, for about as long. Seconds for steps of which a call still finds
+# the sum of least times shorter by more than this share.
 LEAST_CALLS, MOST_CALLS, SECONDS, LEAST_ROUNDS = 2, 12, 1.0, 0
+PATIENCE, STEADY = 5.0, 0.05
 # Times that a call is compiled again before it is timed.
 MOST_VERSIONS = 3
 
@@ -186,12 +188,7 @@ def explain(
         if measure:
             with others_of(times):
                 progress("timing each kernel")
-                seen.policy.on = True
-                begin = perf_counter()
-                for k in range(MOST_CALLS):
-                    if k < LEAST_CALLS or perf_counter() - begin < SECONDS:
-                        run(compiled, fn, args, kwargs, backward)
-                seen.policy.on = False
+                time_steps(lambda: run(compiled, fn, args, kwargs, backward), seen)
                 progress("timing calls")
                 times |= timed(compiled, fn, args, kwargs, backward)
     title = name or getattr(fn, "__name__", type(fn).__name__)
@@ -202,6 +199,26 @@ def explain(
     breaks = breaks_of(dynamo.graph_break_reasons[begun[1] :])
     progress("writing down")
     return Explanation(report_data(seen, graphs, title, breaks, frames, **times), graphs)
+
+
+def time_steps(call: Callable[[], Any], seen: Observations) -> None:
+    """Calls whose steps are timed, until that is enough."""
+    begin, sums = perf_counter(), list[float]()
+    seen.policy.on = True
+    while not enough(sums, perf_counter() - begin):
+        call()
+        sums.append(sum(us for _, p in seen.parts for us in p.us.values()))
+    seen.policy.on = False
+
+
+def enough(sums: Sequence[float], seconds: float) -> bool:
+    """Whether steps were timed often enough: `sums` of what all took at least, after each call.
+    Other programs stop a thread for longer than a step takes; while calls still find steps that are
+    faster, more of them are needed."""
+    if len(sums) < LEAST_CALLS or len(sums) >= MOST_CALLS:
+        return len(sums) >= MOST_CALLS
+    faster = sums[-1] < (1 - STEADY) * sums[-2]
+    return seconds >= (PATIENCE if faster else SECONDS)
 
 
 def settled(call: Callable[[], Any], seen: Observations, graphs: list[Record]) -> list[Record]:

@@ -51,7 +51,11 @@ def load(path: str | os.PathLike[str]) -> dict[str, Any]:
     file = Path(path).with_suffix(".json")
     try:
         data = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as e:
+    except OSError as e:
+        raise ReportError(
+            f"{file} cannot be read: {e.strerror}", hint="`deuteron report` writes such a file"
+        ) from None
+    except ValueError as e:
         raise ReportError(f"{file} is not a report: {e}") from None
     if not isinstance(data, dict) or data.get("schema") != SCHEMA:
         raise ReportError(f"{file} is not a report of Deuteron's")

@@ -35,8 +35,8 @@ SECTIONS = (
 )
 # Where a device's figures are from (`base.device`).
 SOURCES = {
-    "system": "estimated: `deuteron doctor --calibrate` measures them",
-    "measured": "measured by `deuteron doctor --calibrate`",
+    "system": "estimated: deuteron doctor --calibrate measures them",
+    "measured": "measured by deuteron doctor --calibrate",
 }
 # Steps, each timed at its best, together at most take this many times a call.
 EVEN = 1.1
