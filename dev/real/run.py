@@ -1,11 +1,11 @@
 """The suite `real`: starts a process per slot, some at a time, and gathers rows.
 
-A batch of slots prepares (builds, compiles, checks) at the same time; when all of it is ready, or
-no more time is left than the models that are ready take to be timed, these are, one after another
-while the others wait. A process that dies or hangs is a result:
-in eager, the candidate is passed over; in Inductor, the slot begins again without it; in Deuteron,
-it is a failure. Rows and what was passed over are lines of JSON in one file, written as they come;
-slots that the file has are not run again.
+Some slots prepare (build, compile, check) at the same time. One that is ready is timed at once, and
+the processes that still prepare are stopped (SIGSTOP) meanwhile, with all that they started; their
+limits do not run then. A process that dies or hangs is a result: in eager, the candidate is passed
+over; in Inductor, the slot begins again without it; in Deuteron, it is a failure. Rows and what was
+passed over are lines of JSON in one file, written as they come; slots that the file has are not run
+again.
 """
 
 from __future__ import annotations
@@ -13,14 +13,16 @@ from __future__ import annotations
 import json
 import os
 import queue
+import shutil
+import signal
 import subprocess
 import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -34,6 +36,8 @@ Row = dict[str, Any]
 STAGE_S = {"cuda": 240.0, "cpu": 400.0}
 TURN_S = 240.0  # of timing and profiling a model, at most
 TIMES_EACH = 2  # what that takes, in seconds of timing: H200, 4.5 s where those are 3
+POLL_S = 0.2
+LATE = 4  # models that may be ready at the end and are still timed
 WORKER_COMMAND = [sys.executable, "-m", "dev.real.worker"]
 MAX_PROCESSES = 6  # processes for one slot
 
@@ -77,22 +81,26 @@ class Process:
                 self.log.write(raw)
         self.lines.put(None)
 
-    def message(self, until: float, limit: float) -> Row | None:
+    def message(self, until: float, limit: float, paused: Callable[[], float]) -> Row | None:
         """The next one that is neither a stage nor a candidate passed over; nothing where the
-        process ends, or a stage takes longer than `limit` seconds."""
+        process ends, or a stage takes longer than `limit` seconds without those `paused`."""
+        begin = time.monotonic() - paused()
         while True:
             try:
-                wait = min(limit, until - time.monotonic())
-                message = self.lines.get(timeout=max(0.01, wait))
+                message = self.lines.get(timeout=POLL_S)
             except queue.Empty:
-                return None
+                now = time.monotonic()
+                if now >= until or now - paused() - begin >= limit:
+                    return None
+                continue
             if message is None or "row" in message or "ready" in message:
                 return message
             if "stage" in message:
+                begin = time.monotonic() - paused()
                 self.candidate, self.stage = message["stage"]
-                now = time.strftime("%H:%M:%S")
+                at = time.strftime("%H:%M:%S")
                 self.log.write(
-                    f"{now} slot {self.request.slot}: {self.stage} {self.candidate}\n".encode()
+                    f"{at} slot {self.request.slot}: {self.stage} {self.candidate}\n".encode()
                 )
                 self.log.flush()
             else:
@@ -125,23 +133,54 @@ class Plan:
 
 
 class Run:
-    def __init__(self, plan: Plan) -> None:
-        self.plan, self.lock = plan, threading.Lock()
+    def __init__(self, plan: Plan, scratch: Path) -> None:
+        self.plan, self.scratch, self.lock = plan, scratch, threading.Lock()
         self.until = time.monotonic() + plan.seconds
         self.limit = STAGE_S[plan.template.device]
         self.late: list[int] = []
+        self.alone = threading.Lock()  # held while a model is timed: no process starts then
+        self.preparing: set[Process] = set()
+        self.pauses, self.paused_at = 0.0, 0.0
 
     def write(self, row: Row) -> None:
         with self.lock, self.plan.target.open("a") as file:
             file.write(json.dumps(row) + "\n")
 
+    def paused(self) -> float:
+        """Seconds in which the processes that prepare were stopped, so far."""
+        return self.pauses + (time.monotonic() - self.paused_at if self.paused_at else 0.0)
+
+    @contextmanager
+    def quiet(self) -> Iterator[None]:
+        """While this lasts, nothing prepares."""
+        with self.alone:
+            self.paused_at = time.monotonic()
+            stopped = [pid for p in tuple(self.preparing) for pid in stop_tree(p.process.pid)]
+            try:
+                yield
+            finally:
+                for pid in reversed(stopped):
+                    send(pid, signal.SIGCONT)
+                self.pauses, self.paused_at = self.paused(), 0.0
+
+    def start(self, request: Request) -> Process:
+        with self.alone:
+            folders = caches(self.scratch / str(request.slot), self.plan.batch)
+            process = Process(request, folders, self.plan.log)
+            self.preparing.add(process)
+            return process
+
     # -- one slot ---------------------------------------------------------------------------------
-    def prepare(self, slot: int, caches: dict[str, str], until: float) -> Process | None:
+    def prepare(self, slot: int) -> Process | None:
         """A process that is ready to time, or nothing: then its row is written, or it is `late`."""
         request = replace(self.plan.template, slot=slot)
+        until = self.until - LATE * TIMES_EACH * self.plan.template.seconds
         for _ in range(MAX_PROCESSES):
-            process = Process(request, caches, self.plan.log)
-            message = process.message(until, self.limit)
+            if time.monotonic() >= until:
+                break
+            process = self.start(request)
+            message = process.message(until, self.limit, self.paused)
+            self.preparing.discard(process)
             for p in process.passed:
                 self.passed(slot, p["skip"], p["reason"])
             if message is not None and "ready" in message:
@@ -152,8 +191,7 @@ class Run:
                 return None
             if time.monotonic() >= until:
                 process.stop()
-                self.late.append(slot)
-                return None
+                break
             why = died(process.stop(), self.limit)
             if process.stage == "deuteron":
                 self.finish(slot, self.dead(process, why))
@@ -188,62 +226,83 @@ class Run:
             print(f"slot {slot}: no candidate fits", flush=True)
 
     # -- all of them ------------------------------------------------------------------------------
-    def batch(self, these: list[int], caches: dict[str, str]) -> None:
-        with ThreadPoolExecutor(len(these)) as pool:
-            until = self.until - TIMES_EACH * self.plan.template.seconds * len(these)
-            ready = [p for p in pool.map(lambda s: self.prepare(s, caches, until), these) if p]
+    def all(self, slots: list[int]) -> None:
+        with ThreadPoolExecutor(self.plan.batch) as pool:
+            for future in as_completed([pool.submit(self.prepare, s) for s in slots]):
+                process = future.result()
+                if process is not None:
+                    self.time(process)
+                    shutil.rmtree(self.scratch / str(process.request.slot), ignore_errors=True)
+
+    def time(self, process: Process) -> None:
         try:
-            for process in ready:
-                if time.monotonic() >= self.until:
-                    self.late.append(process.request.slot)
-                    continue
+            with self.quiet():
                 process.say("go")
-                message = process.message(self.until + TURN_S, TURN_S)
-                if message is not None and message.get("row"):
-                    self.finish(process.request.slot, message["row"])
-                else:
-                    why = died(process.stop(), TURN_S)
-                    self.finish(process.request.slot, self.dead(process, why))
+                message = process.message(time.monotonic() + TURN_S, TURN_S, lambda: 0.0)
+            if message is not None and message.get("row"):
+                self.finish(process.request.slot, message["row"])
+            else:
+                why = died(process.stop(), TURN_S)
+                self.finish(process.request.slot, self.dead(process, why))
         finally:
-            for process in ready:
-                process.stop()
+            process.stop()
 
 
 def died(status: int | None, limit: float) -> str:
     return f"hung for {limit:.0f} s" if status is None else f"the process ended with {status}"
 
 
-@contextmanager
-def caches(batch: int) -> Iterator[dict[str, str]]:
+def stop_tree(root: int) -> list[int]:
+    """Stops a process and all that it started; their ids, outermost first. Linux."""
+    stopped = [root] if send(root, signal.SIGSTOP) else []
+    for pid in stopped:  # grows; what is stopped starts nothing
+        stopped += [p for p in children(pid) if p not in stopped and send(p, signal.SIGSTOP)]
+    return stopped
+
+
+def send(pid: int, what: signal.Signals) -> bool:
+    with suppress(ProcessLookupError):
+        os.kill(pid, what)
+        return True
+    return False
+
+
+def children(pid: int) -> list[int]:
+    found = []
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        with suppress(OSError):
+            # pid (name) state ppid; a name may hold spaces
+            if path.read_text().rpartition(")")[2].split()[1] == str(pid):
+                found.append(int(path.parent.name))
+    return found
+
+
+def caches(folder: Path, batch: int) -> dict[str, str]:
     """Empty caches, and as many builders for each process as cores are left for it."""
     each = str(max(2, (os.cpu_count() or 1) // batch))
-    with tempfile.TemporaryDirectory(prefix="deuteron-real-") as scratch:
-        yield {
-            "TORCHINDUCTOR_CACHE_DIR": f"{scratch}/inductor",
-            "DEUTERON_CACHE_DIR": f"{scratch}/deuteron",
-            "TRITON_CACHE_DIR": f"{scratch}/triton",
-            "TORCHINDUCTOR_COMPILE_THREADS": each,
-            "DEUTERON_WORKERS": each,
-            "TOKENIZERS_PARALLELISM": "false",
-        }
+    return {
+        "TORCHINDUCTOR_CACHE_DIR": f"{folder}/inductor",
+        "DEUTERON_CACHE_DIR": f"{folder}/deuteron",
+        "TRITON_CACHE_DIR": f"{folder}/triton",
+        "TORCHINDUCTOR_COMPILE_THREADS": each,
+        "DEUTERON_WORKERS": each,
+        "TOKENIZERS_PARALLELISM": "false",
+    }
 
 
 def run_all(plan: Plan) -> int:
     """Runs the slots that have no row yet; the number that is left."""
     plan.target.parent.mkdir(parents=True, exist_ok=True)
     plan.log.parent.mkdir(parents=True, exist_ok=True)
-    run = Run(plan)
     done = {r["slot"] for r in read(plan.target) if same(r, plan.template) and "skip" not in r}
-    left = [s for s in plan.slots if s not in done]
-    # A batch takes about as long as its slowest model; one that cannot end is not begun.
-    while left and run.until - time.monotonic() > min(60.0, plan.seconds / 4):
-        these, left = left[: plan.batch], left[plan.batch :]
-        with caches(plan.batch) as folders:
-            run.batch(these, folders)
-    left += run.late
-    if left:
-        print(f"{len(left)} models are left; the same command goes on", flush=True)
-    return len(left)
+    with tempfile.TemporaryDirectory(
+        prefix="deuteron-real-", ignore_cleanup_errors=True
+    ) as scratch:
+        run = Run(plan, Path(scratch))
+        run.all([s for s in plan.slots if s not in done])
+    if run.late:
+        print(f"{len(run.late)} models are left; the same command goes on", flush=True)
+    return len(run.late)
 
 
 def same(row: Row, request: Request) -> bool:

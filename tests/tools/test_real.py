@@ -4,8 +4,12 @@ and a process that dies ends one model, not the run."""
 from __future__ import annotations
 
 import json
+import os
 import random
+import signal
+import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -183,6 +187,34 @@ def test_a_process_that_dies_ends_one_model(
     plan.target.write_text("\n".join(kept) + "\n")
     assert run_all(plan) == 0
     assert capsys.readouterr().out.count(" ok") == 1
+
+
+def test_a_tree_of_processes_stops_and_goes_on() -> None:
+    count = "import sys, time\nfor k in range(10**6): print(k, flush=True); time.sleep(0.01)"
+    code = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {count!r}])"
+    outer = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE)
+    assert outer.stdout is not None
+    outer.stdout.readline()  # the inner one runs
+    stopped = running.stop_tree(outer.pid)
+    try:
+        assert len(stopped) == 2 and stopped[0] == outer.pid
+        states = [
+            Path(f"/proc/{p}/stat").read_text().rpartition(")")[2].split()[0] for p in stopped
+        ]
+        assert states == ["T", "T"]
+        os.set_blocking(outer.stdout.fileno(), False)
+        while outer.stdout.read():
+            pass
+        time.sleep(0.1)
+        assert not outer.stdout.read()
+        for pid in reversed(stopped):
+            running.send(pid, signal.SIGCONT)
+        time.sleep(0.5)
+        assert outer.stdout.read()
+    finally:
+        for pid in stopped:
+            running.send(pid, signal.SIGKILL)
+        outer.wait()
 
 
 def test_who_is_not_ready_in_time_holds_up_nobody(
