@@ -132,3 +132,76 @@ def test_times_grow_with_the_work(spec: DeviceSpec) -> None:
     assert generated_us(large, spec) > library_us(large, spec)
     one = product(1, 512, 512, "bf16", along=False, around=True)
     assert generated_us(one, spec) < library_us(one, spec)
+
+
+SMALL = [
+    (3, 3, 3),
+    (4, 4, 4),
+    (4, 64, 4),
+    (8, 32, 8),
+    (8, 8, 8),
+    (4, 32, 64),
+    (16, 64, 8),
+    (9, 9, 9),
+    (64, 5, 3),
+]
+
+
+@pytest.mark.parametrize("order", ["nn", "nt", "tn", "tt"])
+@pytest.mark.parametrize("sizes", SMALL)
+def test_small_products_in_any_order(sizes: tuple[int, int, int], order: str) -> None:
+    m, k, n = sizes
+    x, y = torch.randn(150, m, k), torch.randn(150, k, n)
+    x = x.mT.contiguous().mT if order[0] == "t" else x
+    y = y.mT.contiguous().mT if order[1] == "t" else y
+    torch._dynamo.reset()
+    got = torch.compile(lambda x, y: torch.relu(x @ y) + 1, backend="deuteron")(x, y)
+    torch.testing.assert_close(
+        got.double(), torch.relu(x.double() @ y.double()) + 1, rtol=1e-5, atol=1e-5
+    )
+
+
+def test_results_of_few_columns_take_the_library_longer() -> None:
+    """And each matrix of a batch, however small, takes it some time; loops that lie along short
+    sums end each of them."""
+    spec = device_spec("cpu")
+
+    def us(f: Any, b: int, m: int, k: int, n: int, along: tuple[bool, bool]) -> float:
+        return float(f(Product(b, m, k, n, "f32", 4, along, False), spec))
+
+    wide = us(library_us, 1, 8, 256, 4096, (True, False))
+    narrow = us(library_us, 1, 4096, 256, 8, (True, False))
+    assert wide < us(library_us, 1, 4096, 256, 8, (True, True)) < narrow
+    assert us(library_us, 4096, 4, 4, 4, (True, False)) > us(
+        library_us, 1, 64, 64, 64, (True, False)
+    )
+    short, long = (us(generated_us, 1024, 8, k, 8, (True, True)) / k for k in (16, 128))
+    assert short > 1.5 * long
+
+
+def test_matrices_of_a_few_elements_are_loops() -> None:
+    """A program of tiles for each would take longer than the loops."""
+    few = torch.randn(16384, 4, 4), torch.randn(16384, 4, 4)
+    p, record = lowered(lambda x, y: x @ y, *few)
+    assert not calls(p)
+    more = torch.randn(512, 8, 32), torch.randn(512, 32, 8)
+    p, record = lowered(lambda x, y: x @ y, *more)
+    (call,) = calls(p)
+    assert "the schedule" in call.reason
+
+
+def test_lanes_lie_where_a_product_reads_no_strides() -> None:
+    """Its factors are read again and again, so a stride costs each time: lanes along 8 columns, of
+    which a vector has 16, not along a sum whose second factor lies across."""
+    from deuteron.base.observing import observed_by
+    from deuteron.tools.observe import Observations
+
+    seen = Observations()
+    x, y = torch.randn(16, 3, 64), torch.randn(16, 64, 8)
+    torch._dynamo.reset()
+    with observed_by(seen):
+        got = torch.compile(torch.bmm, backend="deuteron")(x, y)
+    torch.testing.assert_close(got, torch.bmm(x, y))
+    ((_, part),) = seen.parts
+    (kernel,) = part.loaded.kernels.values()
+    assert "+ l)*8LL" not in kernel.source and "d_lanes_flush" not in kernel.source

@@ -257,7 +257,7 @@ def test_the_search_for_kernels_is_bounded(
     assert ("many results" in reasons) is refused
 
 
-@pytest.mark.parametrize(("rows", "generated"), [(96, True), (1024, False)])
+@pytest.mark.parametrize(("rows", "generated"), [(64, True), (1024, False)])
 def test_a_product_alone_is_a_kernel_where_the_call_takes_longer(
     rows: int, generated: bool
 ) -> None:

@@ -23,6 +23,11 @@ LIBRARY_RATES: dict[str, tuple[Rates, Rates]] = {
     "bf16": ((13.8, 27, 54, 87, 166), (13.2, 22, 53, 81, 162)),
     "f16": ((12, 12, 12, 12, 11), (1.2, 1.2, 1.2, 0.3, 0.1)),
 }
+# At most so many of f32 for each column of a result of few (MKL on the same EPYC, 4096 x 256 by 256
+# x 3, 8, 12: 2.0, 5.5, 16; along the sum 6.7, 10, 16), by whether the second operand is contiguous
+# along the sum; and nanoseconds of each matrix of a batch (4 x 16 by 16 x 16 to 8 x 64 by 64 x 64).
+NARROW_RATES, NARROW = (0.7, 1.3), 12
+MATRIX_NS = 200.0
 # Generated loops: more than a few rows of more than a few columns may go through the caches again
 # and again.
 GENERATED_RATES: dict[str, tuple[Rates, Rates]] = {
@@ -36,15 +41,24 @@ GENERATED_RATES: dict[str, tuple[Rates, Rates]] = {
 # 128 x 48 to 128 x 256 by 256 x 256: medians of ten).
 SMALL_OPERAND = 1 << 16
 SMALL_RATES = {"f32": (15.0, 24.0), "f64": (8.4, 13.0), "bf16": (6.4, 14.0), "f16": (3.3, 5.9)}
+# Nanoseconds that ending a sum takes where its lanes lie along the sum, beyond the share of it in
+# SMALL_RATES, which are of sums of 128 (EPYC with AVX-512, f32, 1 M multiplications in the caches:
+# sums of 16, 32 and 64 reach 12, 7.4 and 12).
+END_NS, USUAL_SUM = 3.5, 128
 # What of memory's bandwidth generated loops reach in products of one row whose larger operand is
 # not contiguous along the sum: they walk down blocks of its columns, 2 KiB of each row. EPYC, us,
 # one row of 2048 by 2048: f32 305 (library 220), f64 1650 (950).
 ACROSS_BANDWIDTH = 0.7
 # Products up to this many multiplications, and those of up to FEW_ROWS rows or columns, have no
-# tile worth sharing: they are loops, or the library's, before anything is fused.
-SMALL_PRODUCT, FEW_ROWS = 32**3, 8
+# tile worth sharing: they are loops, or the library's, before anything is fused. The second figure
+# is of those whose operands both lie along the sum: loops multiply these as fast (EPYC with
+# AVX-512, us, loops and tiles: 4 x 1024 x 256 29 and 19, both along the sum 27 and 37).
+SMALL_PRODUCT, FEW_ROWS = 32**3, (3, 8)
 # GPUs whose tensor cores multiply bf16, and the least side of what they multiply at once.
 TENSOR_CORES_SINCE, MIN_TENSOR_CORE_SIDE = (8, 0), 16
+# Nanoseconds of a program of tiles on a CPU beside its arithmetic (EPYC with AVX-512, 4 x 4 by 4 x
+# 4 to 24 x 24 by 24 x 24: 42 to 140): many matrices of a few elements are loops.
+PROGRAM_NS = 80.0
 # A library call's own time, through ATen and with its result's tensor (8 x 8 alone: 1.2 us).
 CALL_US, KERNEL_US = 2.5, 0.3
 # What it takes longer on several threads, which it uses from so many multiplications on, beside the
@@ -158,7 +172,11 @@ def library_us(p: Product, spec: DeviceSpec) -> float:
     """A call of the library, and what else is then a kernel of its own."""
     beside = spec.memory_us(2 * p.result) if p.around else 0.0
     if spec.kind == "cpu":
-        computed = p.work / (rate(LIBRARY_RATES, p) * 1e3 * spec.cores)
+        each = rate(LIBRARY_RATES, p)
+        if p.dtype == "f32" and 1 < p.n < NARROW:
+            each = min(each, NARROW_RATES[p.sides[1]] * p.n)
+        computed = p.work / (each * 1e3 * spec.cores)
+        computed += p.batch * MATRIX_NS / 1e3 / spec.cores if p.batch > 1 else 0.0
         beside += KERNEL_US if p.around else 0.0
         moving = memory_us(p.moved, spec)
         apart = not spec.keeps(p.moved) and min(p.m, p.n) >= RATE_ROWS[-1]
@@ -177,7 +195,10 @@ def generated_us(p: Product, spec: DeviceSpec) -> float:
     if spec.kind == "cpu":
         each = rate(GENERATED_RATES, p, up=True)
         if p.k * max(p.m, p.n) <= SMALL_OPERAND:
-            each = max(each, SMALL_RATES.get(p.dtype, SMALL_RATES["f32"])[not p.dots])
+            small = SMALL_RATES.get(p.dtype, SMALL_RATES["f32"])[not p.dots]
+            if p.dots and 0 < p.k < USUAL_SUM:
+                each = small = 1 / (1 / small + END_NS * (1 / p.k - 1 / USUAL_SUM))
+            each = max(each, small)
         walked = min(p.m, p.n) == 1 and not p.along and p.work > SMALL_PRODUCT
         moving = memory_us(p.moved, spec) / (ACROSS_BANDWIDTH if walked else 1.0)
         return KERNEL_US + max(moving, p.work / (each * 1e3 * spec.cores))
@@ -193,6 +214,7 @@ __all__ = [
     "LIBRARY_RATES",
     "MAX_WHOLE",
     "MIN_TENSOR_CORE_SIDE",
+    "PROGRAM_NS",
     "SMALL_PRODUCT",
     "Product",
     "computed_again",

@@ -10,6 +10,7 @@ from deuteron.base.device import DeviceSpec, device_spec, named_gpu
 from deuteron.base.products import (
     FEW_ROWS,
     MIN_TENSOR_CORE_SIDE,
+    PROGRAM_NS,
     SMALL_PRODUCT,
     Product,
     generated_us,
@@ -52,7 +53,8 @@ def choose_contraction(ctx: LowerContext, a: Value, b: Value) -> str:
 def has_tiles(p: Product, spec: DeviceSpec) -> bool:
     """Whether it is large enough for tiles: the schedule chooses who computes it."""
     if spec.kind == "cpu":
-        return p.work > SMALL_PRODUCT and min(p.m, p.n) > FEW_ROWS
+        large = p.work > SMALL_PRODUCT and min(p.m, p.n) > FEW_ROWS[p.dots]
+        return large and p.batch * PROGRAM_NS / 1e3 / spec.cores < generated_us(p, spec)
     return min(p.m, p.k, p.n) >= MIN_TENSOR_CORE_SIDE
 
 

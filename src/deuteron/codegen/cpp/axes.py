@@ -43,17 +43,20 @@ def _strided_cost(step: int | None, store: bool) -> float:
 
 
 def lane_cost(loops: Loops, axis: Axis, accesses: Sequence[tuple[Access, int]]) -> float:
-    """Bytes moved with vector lanes along `axis`, those that are not contiguous weighted; short
-    axes waste lanes.
+    """Bytes moved with vector lanes along `axis`, and those that are not contiguous as often as
+    they are read, weighted (a product reads its factors again and again); short axes waste lanes.
 
     `accesses` come with the number of passes that do them.
     """
     axes = (*loops.parallel, *loops.reduced)
-    total = 4.0 * size_of(axes)
+    points = size_of(axes)
+    total = 4.0 * points
     for a, times in accesses:
         if axis in a.address.axes():
             cost = _strided_cost(stride(a.address, axis), a.store)
-            total += cost * times * a.itemsize * points_visited(a.address, axes)
+            moved = points_visited(a.address, axes)
+            again = moved if a.store else max(moved, points)
+            total += times * a.itemsize * (moved + (cost - 1.0) * again)
     return total / min(1.0, max(1, hint(axis.extent)) / 16)
 
 
