@@ -378,3 +378,31 @@ def test_accesses_are_checked() -> None:
     with torch.no_grad():
         f = torch.compile(causal, backend="deuteron", options={"check_accesses": True})
         assert relative(f(*args), causal(*(a.double() for a in args))) < 1e-5
+
+
+def test_masks_behind_a_product_are_read_where_they_are_used() -> None:
+    """Not before it, in an array of bytes; and what is stored in place is read before."""
+    from deuteron.codegen.cpp.tile_text import late
+    from deuteron.codegen.tile_code import Let, Value, Write
+
+    plan = planned(
+        lambda x, u, w, r: torch.where(r <= 0, 0.0, x @ u) @ w,
+        torch.randn(256, 64),
+        torch.randn(64, 128),
+        torch.randn(128, 96),
+        torch.randn(256, 128),
+        device="cpu",
+    )
+    (kernel,) = plan.contractions
+    runner = Runner(kernel)
+    assert "bool tile_" not in runner.cpp.source and "float tile_" in runner.cpp.source
+
+    a, x, y, z = (Value(n, ("i",), "f32") for n in "axyz")
+    read = Let(x, "load", (a,), ("t", None))
+    twice = Let(y, "op", (x, x), "add")
+    dot = Let(z, "dot", (a, a, a), ("i", "i", "i", "f32"))
+    assert late([read, twice, dot, Write("o", a, y, None)]) == [
+        dot, read, twice, Write("o", a, y, None)
+    ]  # fmt: skip
+    stored = Write("t", a, z, None)
+    assert late([read, dot, stored, twice, Write("o", a, y, None)])[:3] == [dot, read, stored]

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 
 from deuteron.codegen.cpp import scalars
 from deuteron.codegen.cpp.emit import size_name
@@ -29,6 +30,38 @@ from deuteron.schedule.tiling import Dim, Tiling
 LANES = 16  # rows of tiles are a multiple
 POSITIONS = ("place", "index", "literal", "edge")
 REASSOCIATED = {"sum": "+", "prod": "*"}  # what OpenMP reduces over lanes
+
+AT_EACH = ("load", "op", "cast", "random")  # kinds of values of each place
+
+
+def late(code: Sequence[Code]) -> list[Code]:
+    """The same with values of each place directly before what reads them first, whose loops they
+    share: before a dot they would be kept in an array (a mask, in bytes). Loads stay before what is
+    stored."""
+    out: list[Code] = []  # the last first
+    for c in reversed(code):
+        if isinstance(c, Loop):
+            c = replace(c, body=late(c.body))
+        at = len(out)
+        if isinstance(c, Let) and c.kind in AT_EACH:
+            at = max((k for k, x in enumerate(out) if c.value in read_in(x)), default=at - 1) + 1
+            if c.kind == "load":
+                at = max((at, *(k + 1 for k, x in enumerate(out) if stores(x))))
+        out.insert(at, c)
+    return out[::-1]
+
+
+def read_in(c: Code) -> set[Value]:
+    if isinstance(c, Let):
+        return set(c.args)
+    if isinstance(c, Write):
+        return {v for v in (c.address, c.value, c.mask) if v is not None}
+    limits = {v for v in (c.start, c.stop, *(n for _, n in c.carried)) if v is not None}
+    return limits.union(*map(read_in, c.body))
+
+
+def stores(c: Code) -> bool:
+    return isinstance(c, Write) or isinstance(c, Loop) and any(map(stores, c.body))
 
 
 class Printer:
@@ -57,6 +90,7 @@ class Printer:
         self.first: frozenset[str] = frozenset()  # dimensions at whose first place an address is
 
     def print(self, code: Sequence[Code], threaded: bool) -> list[str]:
+        code = late(code)
         self.survey(code)
         for c in reversed(self.statements):
             if isinstance(c, Let) and c.kind == "dot":
