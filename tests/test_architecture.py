@@ -46,7 +46,7 @@ MAX_FUNCTION_LINES = 80
 # programs share: one query, many keys, to 41,033 with what such programs may not overwrite,
 # by 81 with what rounding may do to the references of the self-check, and by 32 with what Triton
 # and ptxas get wrong.)
-COMPILER_LINES = 42_150
+COMPILER_LINES = 42_200
 SLACK = 100
 
 
