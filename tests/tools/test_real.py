@@ -209,8 +209,8 @@ def test_a_tree_of_processes_stops_and_goes_on() -> None:
         assert not outer.stdout.read()
         for pid in reversed(stopped):
             running.send(pid, signal.SIGCONT)
-        time.sleep(0.5)
-        assert outer.stdout.read()
+        os.set_blocking(outer.stdout.fileno(), True)
+        assert outer.stdout.readline()
     finally:
         for pid in stopped:
             running.send(pid, signal.SIGKILL)
